@@ -47,6 +47,7 @@ from finetune.models.lora import seed_of
 from finetune.models.probe import check_training_forward
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.architecture import find_local_facts
+from finetune.rollout.collect import RolloutBatches
 from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
@@ -397,8 +398,15 @@ class Session:
         if self._loaded.objectives:
             training = self._loaded.objectives.training
         if isinstance(training, PolicyObjective):
-            return training.rollouts.batches(self.progress.step)
+            return self._sample_batches(training.rollouts, self.progress.step)
         return self.data.train.batches(self.progress.step)
+
+    def _sample_batches(self, rollouts: RolloutBatches, from_step: int) -> Iterator[StepBatch]:
+        """Yields the batches of the steps from `from_step` on, which the model samples."""
+        for step in range(from_step, rollouts.prompts.steps):
+            with self.computing():
+                batch = rollouts.step_batch(step)
+            yield batch
 
     def batch(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> StepBatch:
         """Makes this rank's share of a step over `rows`, which are read as rows of a data file.
@@ -552,7 +560,7 @@ class Session:
         before_update = saver.before_update if saver is not None else lambda: None
         # Ctrl-C must not come between the update and the progress that counts it.
         with uninterrupted():
-            with self._dropping_gradients_on_error():
+            with self.computing(), self._dropping_gradients_on_error():
                 result = clip_and_update(
                     self.model, optimizer, batch, measured, self.recipe, world, guard, before_update
                 )
@@ -622,7 +630,7 @@ class Session:
         _check_count("num_samples", num_samples)
         _check_count("max_new_tokens", max_new_tokens)
         repeated_prompts = [
-            Prompt(encode_prompt(prompt, self.tokenizer), "")
+            Prompt(encode_prompt(prompt, self.tokenizer, self.recipe.data.chat_template_date), "")
             for prompt in prompts
             for _ in range(num_samples)
         ]
@@ -717,8 +725,9 @@ class Session:
             RankGroup(self.world).on_main(
                 lambda: refuse_later_steps(self.folder, self.progress.step)
             )
-        self._saver.save(self.progress)
-        self._saver.finish()
+        with self.computing():
+            self._saver.save(self.progress)
+            self._saver.finish()
         self._kept_step = self.progress.step
         return step_folder(self.folder, self.progress.step)
 
@@ -739,7 +748,7 @@ class Session:
         loaded = self._loaded
         self._is_resumed = True
         if start is not None:
-            with self.phases.timed("weights"):
+            with self.phases.timed("weights"), self.computing():
                 self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
             if loaded.objectives is not None:
                 loaded.objectives.training.resume(start, self.progress.step)

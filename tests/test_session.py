@@ -614,6 +614,29 @@ def test_what_fails_leaves_no_gradient_behind(
             closed()
 
 
+@pytest.mark.parametrize("name", ["optim_step", "save", "load"])
+def test_out_of_memory_is_explained_wherever_the_model_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The first update makes the optimizer's state, and a save of fresh parameters makes it too."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    keys = {"output_dir": tmp_path / "run", "exact_match_samples": 0, "async_save": False}
+    with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session:
+        session.forward_backward(next(session.batches()))
+        if name == "optim_step":
+            monkeypatch.setattr(session.optimizer, "step", fail)
+        else:
+            session.optim_step()
+            session.save()
+            monkeypatch.setattr("finetune.checkpoint.save.get_optimizer_state", fail)
+            monkeypatch.setattr("finetune.checkpoint.resume.get_optimizer_state", fail)
+        with pytest.raises(finetune.UserError, match=r"^rank 0: out of memory: CUDA"):
+            getattr(session, name)()
+
+
 def test_a_recipe_is_given_by_its_name() -> None:
     assert str(finetune.make_plan("quickstart")) == str(
         finetune.make_plan(finetune.load_recipe("quickstart"))

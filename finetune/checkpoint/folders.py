@@ -5,14 +5,13 @@
       .staging-00000200/    being written; never resumed from
       .replaced-00000100/   about to be replaced by a newer save of the same step
       .pruned-00000050/     about to be removed
-      damaged-00000150/     did not verify at a resume; kept until the run saves that step again
+      damaged-00000150/     did not verify at a resume; `prune` says how long it is kept
 
 A checkpoint gets its name by one rename, after all its bytes are on disk.
 """
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
@@ -25,7 +24,7 @@ import torch
 
 from finetune.checkpoint.manifest import MODEL, NAME, PARTS, STATE, find_damage, read_manifest
 from finetune.config.schema import Recipe
-from finetune.constants import EXPORT_SPARE_BYTES, count_steps
+from finetune.constants import EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.durable import restore_exports
@@ -274,19 +273,16 @@ def refuse_small_disk(
         carried_bytes: The size of the base's tensors that an export carries over.
     """
     keys = recipe.checkpoint
-    if keys.save_strategy == "epoch":
-        save_interval = steps_per_epoch
-    else:
-        save_interval = count_steps(keys.save_steps, steps)
-    # at least one, even without a known interval
-    checkpoints = math.ceil(steps / save_interval) if save_interval else 1
     kept = keys.count_kept(steps)
-    if kept is not None:
-        # a new minimum of the held-out loss may be saved at any step
-        most = steps if keys.keep_best_checkpoint else checkpoints
-        # one more than are kept: an old checkpoint is removed after the new one is published
-        checkpoints = min(most, kept + 1)
-    new_checkpoints = max(1, checkpoints - len(list_checkpoints(run_folder)))
+    existing = list_checkpoints(run_folder)
+    newest = max((step for step, _ in existing), default=0)
+    if steps_per_epoch is None and kept is not None:
+        steps_per_epoch = 1  # an epoch may end at any step, but only `kept` are kept
+    new_saves = [step for step in recipe.list_saves(steps, steps_per_epoch) if step > newest]
+    most = len(existing) + len(new_saves)
+    # one more than are kept: an old checkpoint is removed after the new one is published
+    checkpoints = most if kept is None else min(most, kept + 1)
+    new_checkpoints = max(1, checkpoints - len(existing))
     export_bytes = 0
     if keys.export_at_end:
         export_bytes = _bound_export(recipe, parameters, carried_bytes)
@@ -412,8 +408,8 @@ def format_list(run: Path, summaries: list[Summary], verified: bool) -> list[str
         )
     for path in sorted(checkpoints_folder(run).glob("damaged-*")):
         lines.append(
-            f"{path.name}: did not verify when the run resumed from an older one; removed once the "
-            "run has saved that step again"
+            f"{path.name}: did not verify when the run resumed from an older one; with "
+            "save_total_limit removed once the run has saved that step again"
         )
     usable = [summary for summary in summaries if not summary.problems]
     if not usable:

@@ -130,14 +130,18 @@ def fingerprint_inputs(
     that is the reference, of a teacher and of reward models. Of any other base it reads only the
     tensors that an export carries over.
     """
+    ranks = RankGroup(world)
+    ranks.on_all(lambda: _download_models(recipe))  # on every node
+    hashes: dict[str, str] = ranks.on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
+    return hashes
+
+
+def _download_models(recipe: Recipe) -> None:
+    """Downloads the recipe's models from the hub, unless they are on this machine."""
     reward_models = [Model(model_name_or_path=name) for name in recipe.rollout.reward_models]
     for model in (recipe.model, recipe.teacher, *reward_models):
         if model is not None and model.model_name_or_path is not None:
-            weights_folder(model)  # downloads a model from the hub, on every node
-    hashes: dict[str, str] = RankGroup(world).on_main(
-        lambda: _read_fingerprints(recipe, tokenizer, data)
-    )
-    return hashes
+            weights_folder(model)
 
 
 def _is_base_read(recipe: Recipe) -> bool:
@@ -498,10 +502,11 @@ def _find_and_compare(
         return None
     _refuse_another_run(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
+        until = " until the run has saved that step again"
+        if recipe.checkpoint.save_total_limit is None:
+            until = ""  # all checkpoints are kept
         for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
-            print(
-                f"{damaged}: damaged, kept under this name until the run has saved that step again"
-            )
+            print(f"{damaged}: damaged, kept under this name{until}")
     return str(checkpoint)
 
 

@@ -113,8 +113,11 @@ class Saver:
             group = dist.new_group(backend="gloo", timeout=world.collective_timeout)
         self._ranks = RankGroup(world, group)
         self._descriptions: Mapping[str, bytes] = {}
-        if world.is_main:
+
+        def describe() -> None:
             self._descriptions = describe_model(model, recipe, tokenizer)
+
+        self._ranks.on_main(describe)
         self._describe_files = describe_files
         self._carried_bytes = carried_bytes
         self._phases = phases or Phases()
@@ -151,7 +154,11 @@ class Saver:
     def _save(self, progress: Progress) -> None:
         """Does the work of `save`."""
         self.finish()
-        self._files = self._describe_files(progress.step) if self.world.is_main else {}
+
+        def describe() -> None:
+            self._files = self._describe_files(progress.step)
+
+        self._ranks.on_main(describe)
         scaler = self.world.accelerator.scaler
         scaler_state = scaler.state_dict() if scaler is not None else None
         progress = replace(progress, scaler=scaler_state)
@@ -163,10 +170,7 @@ class Saver:
             return
         self._is_copied.clear()
         event = record_event(self.world.device)
-        self._thread = threading.Thread(
-            target=self._write_in_thread, args=(progress, shards, event), daemon=True, name="save"
-        )
-        self._thread.start()
+        self._start_thread("save", lambda: self._write_in_thread(progress, shards, event))
 
     def before_update(self) -> None:
         """Waits until an async save has copied the state. Call it before parameters change."""
@@ -240,9 +244,22 @@ class Saver:
         Otherwise training would stop for it at the first save. The thread empties `shards`.
         """
         self._is_copied.set()  # no update has to wait for this thread
-        self._thread = threading.Thread(
-            target=reserve_on_host, args=(shards, self._host_copies), daemon=True, name="reserve"
-        )
+        self._start_thread("reserve", lambda: reserve_on_host(shards, self._host_copies))
+
+    def _start_thread(self, name: str, action: Callable[[], None]) -> None:
+        """Starts a thread that runs `action` with this rank's device as the current one.
+
+        In a new thread the current device is the first GPU. To pin memory there, every rank would
+        make a CUDA context on that GPU, which takes hundreds of MiB.
+        """
+        device = self.world.device
+
+        def run() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            action()
+
+        self._thread = threading.Thread(target=run, daemon=True, name=name)
         self._thread.start()
 
     def _count_parameters(self) -> int:

@@ -115,7 +115,6 @@ def copy_to_host(
         event: What `record_event` returned.
         device: The device of the shards.
     """
-    # The device is given because in a new thread the current device is the first one.
     stream = None if event is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     copied = []
     with torch.cuda.stream(stream):

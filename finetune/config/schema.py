@@ -7,6 +7,7 @@ annotation is its help text, from which docs/recipes.md and `--help` are made.
 Imports no torch, so that checking a recipe is fast.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -44,7 +45,7 @@ from finetune.config.optimization import Optimization as Optimization
 from finetune.config.quantization import Quantization as Quantization
 from finetune.config.quantization import QuantizationAware as QuantizationAware
 from finetune.config.quantization import SchemeName
-from finetune.constants import ALL_LINEAR, HEADS
+from finetune.constants import ALL_LINEAR, HEADS, count_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -807,7 +808,12 @@ class Checkpoint:
             return None
         kept = self.save_total_limit + self.keep_best_checkpoint
         if self.keep_every_steps is not None and steps is not None:
-            kept += (steps - 1) // self.keep_every_steps  # that of the last step is in the limit
+            kept_interval = self.keep_every_steps
+            save_interval = count_steps(self.save_steps, steps)
+            # a best checkpoint may be saved, and kept, at other multiples of keep_every_steps too
+            if save_interval is not None and not self.keep_best_checkpoint:
+                kept_interval = math.lcm(kept_interval, save_interval)
+            kept += (steps - 1) // kept_interval  # that of the last step is in the limit
         return kept
 
 
@@ -851,6 +857,25 @@ class Recipe:
         if self.checkpoint.async_save is not None:
             return self.checkpoint.async_save
         return device == "cuda" and self.optimization.optim_offload == "none"
+
+    def list_saves(self, steps: int, steps_per_epoch: int | None) -> set[int]:
+        """Lists the steps after which a run of `steps` steps may save without a signal.
+
+        With `keep_best_checkpoint`, every held-out loss may be a new minimum, which is saved.
+        `steps_per_epoch` None: that number is not known, and ends of epochs are not listed.
+        """
+
+        def list_steps(strategy: str, interval: float | None) -> range:
+            if strategy == "epoch":
+                interval_steps = steps_per_epoch
+            else:
+                interval_steps = count_steps(interval, steps)
+            return range(interval_steps, steps, interval_steps) if interval_steps else range(0)
+
+        saves = {steps, *list_steps(self.checkpoint.save_strategy, self.checkpoint.save_steps)}
+        if self.checkpoint.keep_best_checkpoint:
+            saves.update(list_steps(self.run.eval_strategy, self.run.eval_steps))
+        return saves
 
     @property
     def alone(self) -> "Recipe":

@@ -736,7 +736,10 @@ def _adapt_automodel_optimizer(optimizer: Mapping[str, Any], conversion: Convers
 
 # `build` of LRSchedulerConfig
 WARMUP_OF_A_TENTH = "a tenth of the steps there, rounded down, and at most 1000; rounded up here"
-WARMUP_FROM_A_TENTH = "warm-up: from a tenth of the rate there, from 0 here"
+WARMUP_FROM_A_TENTH = (
+    "warm-up: from a tenth of the rate there, and the step after it has the whole; here each step "
+    "has an even share more, and the last one the whole"
+)
 
 
 def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversion) -> None:

@@ -20,6 +20,7 @@ from finetune.convert.model_names import guess_family, is_mixture, name_model
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
+    EXPERIMENTAL_METHODS,
     IN_ORDER,
     LIGERS_LOSS,
     MICRO_BATCHES_ALIKE,
@@ -31,6 +32,7 @@ from finetune.convert.shared import (
     UNMULTIPLIED,
     UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
+    find_muon_key,
 )
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
@@ -63,6 +65,12 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
     _report_embedding_moments(settings, conversion)
 
 
+def _has_adapters(conversion: Conversion) -> bool:
+    """Whether adapters are trained, as LLaMA-Factory, but for v1, and ms-swift do by default."""
+    by_default = conversion.tool in ("LLaMA-Factory", "ms-swift") and not conversion.is_factory_v1
+    return bool(conversion.recipe.get("use_peft", by_default))
+
+
 # transformers' convert_and_load_state_dict_in_model loads weights in the torch_dtype that is asked
 # for, which Axolotl's resolve_dtype sets to that of the run
 ROUNDED_BEFORE = (
@@ -73,7 +81,6 @@ ROUNDED_BEFORE = (
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
 )
-UNCAST_METHODS = ("orpo", "simpo")  # their trainers, in TRL's experimental/, cast no adapters
 
 
 def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
@@ -86,7 +93,7 @@ def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
         return
     # Axolotl's trainers of pairs are TRL's
     is_trained_by_trl = tool == "TRL" or any(map(settings.get, OF_PAIRS))
-    is_cast = conversion.recipe.get("method") not in UNCAST_METHODS
+    is_cast = conversion.recipe.get("method") not in EXPERIMENTAL_METHODS
     if tool in ("TRL", "Axolotl") and is_trained_by_trl and is_cast:
         conversion.add_difference(load_key, True, ADAPTERS_IN_16_BITS)
     asked_dtype = str(settings.get("torch_dtype") or settings.get("dtype"))
@@ -492,11 +499,13 @@ EMBEDDING_MOMENTS = "the embedding's moments are in 32 bits there"
 def _report_decayed_norms(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where the other tool decays norms and biases too, which adapters do not train."""
     recipe = conversion.recipe
-    uses_muon = settings.get("use_muon")  # LLaMA-Factory's key; its Muon decays every parameter
     decays_all = (
-        conversion.tool in ("torchtune", "Automodel") or conversion.is_factory_v1 or uses_muon
+        conversion.tool in ("torchtune", "Automodel")
+        or conversion.is_factory_v1
+        # the Muon of LLaMA-Factory and ms-swift decays every parameter
+        or find_muon_key(conversion.tool, settings, recipe)
     )
-    if decays_all and recipe.get("weight_decay") and not recipe.get("use_peft"):
+    if decays_all and recipe.get("weight_decay") and not _has_adapters(conversion):
         conversion.remarks.append(ALL_DECAYED)
 
 
@@ -507,11 +516,10 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
     name = str(settings.get(key))
     if not re.search(BITSANDBYTES_8_BITS, name):
         return
-    if settings.get("deepspeed"):
-        return  # DeepSpeed's optimizer has a flat tensor in place of the embedding
-    # LLaMA-Factory and ms-swift train adapters unless a file says otherwise
-    has_adapters = recipe.get("use_peft", conversion.tool in ("LLaMA-Factory", "ms-swift"))
-    if has_adapters:
+    # DeepSpeed's optimizer has a flat tensor in place of the embedding; v1 is no Trainer
+    if settings.get("deepspeed") or conversion.is_factory_v1:
+        return
+    if _has_adapters(conversion):
         trained = recipe.get("modules_to_save") or ()
     else:
         trained = recipe.get("trainable_modules") or ("embed",)

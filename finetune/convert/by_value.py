@@ -8,7 +8,7 @@ from finetune.convert.asked_layout import COMMAND, read_layout
 from finetune.convert.base_model import CHATMLS, CHATMLS_OWN
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
-from finetune.convert.shared import IN_ORDER, NORMS_IN_FP32
+from finetune.convert.shared import EXPERIMENTAL_METHODS, IN_ORDER, NORMS_IN_FP32
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # load_model_config of Axolotl's loaders/utils.py reads the config there; utils/config reads the
@@ -78,7 +78,8 @@ TOKENIZER_ELSEWHERE = (
     "the tokenizer is read from elsewhere than the model there; tokenizer_name_or_path names one"
 )
 # aux_loss_enabled of TRL's trainers; the coefficient was TRL's default in 1.7, and is the config's
-# since
+# since. Those of EXPERIMENTAL_METHODS add the loss if the model's config says output_router_logits,
+# as is done here.
 BALANCED_BY_DEFAULT = (
     "since 1.7 the routers' auxiliary loss is added there for every mixture whose class in "
     "transformers has one; router_aux_loss_coef adds it here"
@@ -287,7 +288,11 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool == "TRL":
         source = read_family_source(family, "configuration")
         is_balanced = "output_router_logits" in source and "router_aux_loss_coef" in source
-        is_default = is_balanced and not find_method_facts(conversion.recipe).scores
+        is_default = (
+            is_balanced
+            and conversion.recipe.get("method") not in EXPERIMENTAL_METHODS
+            and not find_method_facts(conversion.recipe).scores
+        )
         if asked is None and is_default:
             conversion.add_difference("router_aux_loss_coef", None, BALANCED_BY_DEFAULT)
         if asked or (asked is None and is_default):

@@ -244,6 +244,8 @@ SPACE_DOUBLED = (
 TRIMMING_TEMPLATES = ("llama3", "gemma", "mistral", "command-r")
 # _tokenize_body of the tokenizers in torchtune's transforms of Llama 3.2 Vision and Llama 4
 MESSAGES_TRIMMED = "chat_template: white space around a message is left out there"
+# tokenize_messages of torchtune's Phi3MiniTokenizer and Phi4Tokenizer
+SPACES_STRIPPED = "chat_template: spaces at the end of a turn are left out there, kept here"
 # tokenize_messages and __call__ of torchtune's Phi3MiniTokenizer. The model's own tokenizer strips
 # what follows these tokens (rstrip), and puts a space before every text.
 OF_PHI3 = (
@@ -251,9 +253,15 @@ OF_PHI3 = (
     "tokens of their turns; here the model's tokenizer leaves them out",
     "chat_template: the first word of a turn has no space before it there; here the model's "
     "tokenizer writes one, which makes it another token",
-    "chat_template: spaces at the end of a turn are left out there, kept here",
+    SPACES_STRIPPED,
     "chat_template: since 0.7 the EOS token follows each answer there, and the BOS token begins "
     "each question; here an EOS token ends the row, and no BOS token is written",
+)
+# GPT2BaseTokenizer of torchtune splits as GPT-2's tokenizer does, Phi-4's tokenizer.json as cl100k
+OF_PHI4 = (
+    "chat_template: a text is split into words as for GPT-2 there, as by the model's own tokenizer "
+    "here: other tokens around line breaks, numbers and punctuation marks",
+    SPACES_STRIPPED,
 )
 # encode of torchtune's SentencePieceBaseTokenizer writes a line break before an answer and cuts off
 # its token. Gemma's vocabulary has one token for several line breaks, and all of them are cut off.
@@ -274,7 +282,7 @@ TOKENIZERS = {
     "phi4_tokenizer": "phi4",
 }
 # Our template -> what torchtune's tokenizer writes otherwise.
-TOKENIZER_NOTES = {"phi3": OF_PHI3, "joined": (OF_GEMMA,)}
+TOKENIZER_NOTES = {"phi3": OF_PHI3, "phi4": OF_PHI4, "joined": (OF_GEMMA,)}
 # Pattern of a model's name -> our template for the turns that mistral-common writes, by the version
 # of its tokenizer. For Devstral and the first Magistral the tokens in Axolotl's
 # tests/prompt_strategies show the version.

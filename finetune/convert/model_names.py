@@ -119,7 +119,8 @@ FAMILIES = (
     (r"seed-?oss", "seed_oss"),
     (r"solar-open", "solar_open"),
     (
-        r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar",
+        r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar|"
+        r"minicpm-?5",
         "llama",
     ),
     (r"laguna-[a-z]+-\d", "laguna"),

@@ -18,6 +18,7 @@ from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
 from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
+from finetune.convert.shared import EXPERIMENTAL_METHODS, find_muon_key
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
 # get_scheduler of transformers, and torchtune's copy of it. Automodel's warm-up begins at its own
@@ -102,7 +103,7 @@ UNTRAINED_BY_CUT = (
     "is left out"
 )
 # (tool, kind of rows) -> the versions that keep such a row, "" for all. Axolotl, and TRL from 1.9,
-# leave it out too.
+# leave it out too. TRL cuts the rows of EXPERIMENTAL_METHODS otherwise.
 KEEPING_UNTRAINED = {
     ("Automodel", "answers"): "",
     ("torchtune", "answers"): "",
@@ -212,8 +213,9 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         _report_untrained(conversion)
     if rows in ("pairs", "scored_pairs"):
         conversion.remarks.append(PAIRS_LEFT_OUT)
-    if settings.get("use_muon"):
-        conversion.add_remark("use_muon", True, ROUNDED_MORE_OFTEN)
+    muon_key = find_muon_key(conversion.tool, settings, recipe)
+    if muon_key is not None:
+        conversion.add_remark(muon_key, settings[muon_key], ROUNDED_MORE_OFTEN)
     _report_clipping(settings, conversion)
     _report_attention(settings, conversion)
     _report_copies(conversion)
@@ -246,6 +248,8 @@ def _report_untrained(conversion: Conversion) -> None:
     rows = find_method_facts(recipe).rows
     sources = recipe.get("datasets", ())
     versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
+    if conversion.tool == "TRL" and recipe.get("method") in EXPERIMENTAL_METHODS:
+        versions = None
     if rows == "answers" and recipe.get("assistant_only_loss") is False:
         # prompts are trained too, so a cut leaves something to train, except in these rows
         has_prompts = any(

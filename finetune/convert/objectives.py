@@ -18,9 +18,15 @@ from finetune.convert.async_grpo import adapt_async, is_async
 from finetune.convert.chat_templates import report_scored_text
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
+from finetune.convert.defaults import DEFAULTS
 from finetune.convert.foreign_values import WrongValue, convert_number, read_number, shorten
 from finetune.convert.model_names import Unsupported, guess_family, name_model
-from finetune.convert.shared import IN_ORDER, PACKED_AT_A_TIME, describe_shares
+from finetune.convert.shared import (
+    EXPERIMENTAL_METHODS,
+    IN_ORDER,
+    PACKED_AT_A_TIME,
+    describe_shares,
+)
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_section
 
 # Axolotl's `rl` -> our method
@@ -62,6 +68,18 @@ WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")
 PROMPTS_WERE_CUT = (
     "a prompt of over 512 tokens lost its beginning in TRL 0.21; not in 1.0 and later, nor here"
 )
+# tokenize_row of TRL's ORPO and CPO trainers before 0.28, _process_tokens of its KTO trainer before
+# 0.27. {}: first or last, tokens of the prompt, and of the answer
+CUT_BY_PARTS = "the prompt keeps its {} {}, and if that is still too long an answer its first {}"
+CUT_BY_PARTS_THERE = "of a row of over {} tokens {} there; here it loses its end"
+WAS_CUT_BY_PARTS = "of a row of over {} tokens {} before TRL 0.27; not since, nor here"
+# tokenize_row of TRL's ORPO and CPO trainers since 0.28
+ANSWERS_SLICED = (
+    "of a row of over {} tokens the prompt stays whole there, and each answer is sliced by "
+    "[:max_length - tokens of the longer answer]; before TRL 0.28 {}; here the row loses its end"
+)
+# what keys.csv says of a file with max_prompt_length
+PROMPT_CUT_ALONE = "a longer prompt loses its beginning there"
 # default of truncation_mode in TRL's DPO before 0.29, which dropped max_prompt_length
 SIDES_WERE_CUT = (
     "by default a side of over max_length tokens loses its beginning in the versions that know "
@@ -688,7 +706,9 @@ def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion
         conversion.add_difference(smoothing, settings[smoothing], SMOOTHED_BEFORE)
     if is_axolotl:
         return
-    if settings.get("max_prompt_length") is None:
+    if method in (*EXPERIMENTAL_METHODS, "kto"):
+        _report_cut_parts(method, settings, conversion)
+    elif settings.get("max_prompt_length") is None:
         conversion.add_remark("max_prompt_length", None, PROMPTS_WERE_CUT)
     if method == "dpo" and settings.get("truncation_mode") is None:
         _report_cut_sides(settings, conversion)
@@ -703,6 +723,31 @@ def _report_cut_sides(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("truncation_mode", None, SIDES_WERE_CUT)
     else:
         conversion.add_difference("truncation_mode", None, SIDES_WERE_CUT)
+
+
+def _report_cut_parts(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how TRL's ORPO, SimPO and KTO trainers cut a row: prompt and answers apart.
+
+    Only a file for an older version has max_prompt_length; the newer KTO trainer cuts as we do.
+    """
+    length = convert_number(settings.get("max_length", DEFAULTS["TRL"]["max_length"]))
+    if not isinstance(length, int):
+        return
+    asked = settings.get("max_prompt_length")
+    prompt = read_number("max_prompt_length", asked or PROMPT_TOKENS, str(PROMPT_TOKENS), 1)
+    end = "first" if settings.get("truncation_mode") == "keep_start" else "last"
+    parts = CUT_BY_PARTS.format(end, prompt, length - prompt)
+    if asked:
+        conversion.differences = [
+            line for line in conversion.differences if PROMPT_CUT_ALONE not in line
+        ]
+        note = CUT_BY_PARTS_THERE.format(length, parts)
+        conversion.add_difference("max_prompt_length", asked, note)
+    elif method == "kto":
+        conversion.add_remark("max_length", length, WAS_CUT_BY_PARTS.format(length, parts))
+    else:
+        note = ANSWERS_SLICED.format(length, parts)
+        conversion.add_difference("max_length", length, note)
 
 
 def _drop_unused(method: str, conversion: Conversion) -> None:

@@ -4,11 +4,16 @@ A comment above a text names the code of the tools whose behavior the text descr
 """
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
+from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import ToolFile
 
 # keys of an Axolotl file whose trainer averages a loss over pairs, not over labels
 OF_PAIRS = ("rl", "reward_model")
+# methods whose trainers TRL has in its experimental/
+EXPERIMENTAL_METHODS = ("orpo", "simpo")
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 MLP_LAYERS = ("gate_proj", "up_proj", "down_proj")
 # Axolotl's switches of attention that make it cast the embedding and the head to 16 bits
@@ -83,3 +88,19 @@ def describe_shares(settings: ToolFile, key: str) -> str:
     is_streamed = settings.get("streaming") or settings.get("dataset_streaming")
     is_shared = isinstance(count, int) and count > 1 and not is_streamed
     return OF_SHARES.format(count, key) if is_shared else ""
+
+
+# Tool -> the key that may ask for Moonlight's Muon: third_party/muon of LLaMA-Factory, and
+# optimizers/muon.py of ms-swift
+MUON_KEYS = {"LLaMA-Factory": "use_muon", "ms-swift": "optimizer"}
+
+
+def find_muon_key(tool: str, settings: ToolFile, recipe: Mapping[str, Any]) -> str | None:
+    """Returns the key by which a file asks for Moonlight's Muon; None if it does not.
+
+    `recipe` has its optimizer already.
+    """
+    key = MUON_KEYS.get(tool, "")
+    facts = OPTIMIZERS.get(str(recipe.get("optim")))
+    is_of_matrices = facts is not None and facts.count_matrix
+    return key if settings.get(key) and is_of_matrices else None

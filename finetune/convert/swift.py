@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from finetune.config.module_names import find_alias
+from finetune.config.optimization import convert_optimizer
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
 from finetune.convert.as_read import starts_by_lora_ga
@@ -94,6 +95,7 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
     _report_start(settings, conversion)
     _report_targets(settings, conversion)
     _report_copies(settings, conversion)
+    _adapt_optimizer(settings, conversion)
     _adapt_swifts_values(settings, conversion)
     if settings.get("val_dataset") or settings.get("split_dataset_ratio"):
         _measure_with_saves(settings, conversion)
@@ -397,6 +399,21 @@ def repeat_rows(entry: dict[str, Any], conversion: Conversion) -> bool:
     entry["weight"] = round(count / ROWS_OF_SELF_COGNITION, 6)
     conversion.add_remark("dataset", f"{entry['path']}#{count}", AS_OFTEN)
     return True
+
+
+# optimizers_map of optimizers/mapping.py, of whose names one is that of an optimizer here
+ANOTHER_OPTIMIZER = "another optimizer"
+
+
+def _adapt_optimizer(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets or reports the optimizer that the key `optimizer` names, whatever `optim` says."""
+    name = settings.get("optimizer") or "default"
+    optim = convert_optimizer(str(name))
+    if optim is not None:
+        conversion.recipe["optim"] = optim
+    elif name != "default":
+        note = f"{ANOTHER_OPTIMIZER}: not supported"
+        conversion.add_difference("optimizer", name, note, ANOTHER_OPTIMIZER)
 
 
 # get_quantization_config of arguments/base_args/quant_args.py

@@ -25,8 +25,10 @@ TORCHTUNE_MODELS = {
         "attention scores are capped at 30 there, and the last hidden states at 50 in place of the "
         "logits; as its config says here: scores at 50, logits at 30"
     ),
-    # lora_code_llama2_* call lora_llama2, which takes no rope_base
-    "lora_code_llama2_": "positions are rotated by a base of 10000 there; by the model's own here",
+    # lora_code_llama2_* call lora_llama2, which takes no rope_base; models/phi4 gives phi3 none
+    "lora_code_llama2_|phi4_14b": (
+        "positions are rotated by a base of 10000 there; by the model's own here"
+    ),
     r"(mistral_7b|phi3_mini)$": (
         "a token attends to all before it there; here to those in the sliding window, where the "
         "model's config has one"

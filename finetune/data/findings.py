@@ -128,6 +128,12 @@ CHECKS: dict[str, Check] = {
             "auto), or remove it"
         ),
     ),
+    "reasoning_twice": Check(
+        "warning",
+        "fatal",
+        "an answer has reasoning in a key and between tags in its content, and the chat template "
+        "writes both, so the model learns to think twice; keep one",
+    ),
     "unlike_inference": Check(
         "warning",
         "warning",

@@ -24,6 +24,7 @@ from finetune.data.messages import (
     parse_if_json,
     parse_messages,
     parse_tools,
+    parse_turns,
 )
 
 Row = Mapping[str, Any]
@@ -457,18 +458,19 @@ def _refuse_rated(columns: Columns, row_format: str, source: DatasetSource) -> N
 
 
 def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
-    """Reads a list of messages; or, if the source names their columns, a question and an answer."""
-    if source.prompt_column or source.completion_column:
+    """Reads a list of messages; or a question and its answer, if the source names their columns, or
+    if the row has their usual columns and no messages.
+    """
+    is_named = source.prompt_column or source.completion_column
+    messages_column = source.messages_column or first_given(columns.row, ("messages", "chosen"))
+    has_usual = all(isinstance(columns.row.get(name), str) for name in ("prompt", "completion"))
+    if is_named or (messages_column is None and has_usual):
         question = columns.take_text(source.prompt_column or "prompt")
         answer = columns.take_text(source.completion_column or "completion")
         return make_conversation(
             columns, [make_message("user", question), make_message("assistant", answer)]
         )
-    if columns.row.get("messages") is not None:
-        default = "messages"
-    else:
-        default = "chosen"
-    return make_conversation(columns, columns.take_messages(source.messages_column or default))
+    return make_conversation(columns, columns.take_messages(messages_column or "messages"))
 
 
 def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
@@ -561,7 +563,8 @@ def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Documen
     default_column = "chosen" if has_chosen_for_completion else "completion"
     prompt_column = source.prompt_column or "prompt"
     completion_column = source.completion_column or default_column
-    if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
+    prompt = parse_turns(row.get(prompt_column))
+    if isinstance(prompt, list) or isinstance(row.get(completion_column), list):
         prompt = columns.take_messages(prompt_column)
         completion = columns.take_messages(completion_column)
         return make_conversation(columns, [*without_training(prompt), *completion])

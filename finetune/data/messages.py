@@ -66,6 +66,8 @@ WHOLE_MESSAGES = re.compile(
     rf"{ALL_KEYS}|messages(?:\[[^\]]*\])?{ALL_KEYS}",
     re.DOTALL,
 )
+# the beginning of str() of a list of turns
+PYTHONS_TURNS = re.compile(r"\s*\[\{'(?:role|content|from|value)': '")
 # reasoning between its tags; group 1 is the reasoning
 THOUGHT = re.compile(f"(?:{THINKING_START.pattern})(.*?)(?:{THINKING_END.pattern})", re.DOTALL)
 
@@ -302,6 +304,23 @@ def parse_if_json(value: Any) -> Any:
         return json.loads(value, object_pairs_hook=_make_object)
     except (ValueError, RecursionError):
         return value
+
+
+def parse_turns(value: Any) -> Any:
+    """Parses a text that is the JSON of a list of turns, as in a CSV file.
+
+    Any other value is returned unchanged, also the JSON of other things. Raises `BadRow` for a list
+    of turns as Python writes it.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    if PYTHONS_TURNS.match(value):  # as pandas writes it into a CSV file
+        raise BadRow(
+            f"messages that are not JSON: {value.lstrip()[:60]!r}; write them by json.dumps"
+        )
+    turns = parse_if_json(value)
+    is_of_turns = isinstance(turns, list) and turns and all(map(read_role, turns))
+    return turns if is_of_turns else value
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -599,21 +618,19 @@ def _refuse_other_mask(turn: Message, number: int) -> None:
             )
 
 
-def role_of(turn: Any) -> Any:
-    """Returns the role of a row's turn, unchecked; None if the turn has none or is no mapping."""
-    if isinstance(turn, dict):
-        return turn.get("role", turn.get("from"))
-    return None
+def read_role(turn: Any) -> str | None:
+    """Reads the role of a row's turn, in any spelling of ROLES; None if there is no known role."""
+    return ROLES.get(_normalize_role(turn))
 
 
 def is_of_assistant(turn: Any) -> bool:
-    """Whether a row's turn is the assistant's, in any spelling of ROLES."""
-    return ROLES.get(_normalize_role(turn)) == "assistant"
+    """Whether a row's turn is the assistant's."""
+    return read_role(turn) == "assistant"
 
 
 def _normalize_role(turn: Any) -> str:
     """Returns the role of a row's turn in the spelling of ROLES; "" if the role is no text."""
-    role = role_of(turn)
+    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     if isinstance(role, str):
         return role.lower().replace("-", "_")
     return ""

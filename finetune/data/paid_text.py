@@ -14,7 +14,14 @@ from finetune.data.formats import Completion, Conversation, Document
 from finetune.data.messages import BadRow, Message
 from finetune.data.render import RenderedText, render_scored
 from finetune.data.tokenize import tokenize
-from finetune.data.tokenizer import Encoder, Renderer, load_tokenizer, make_encoder, make_renderer
+from finetune.data.tokenizer import (
+    Encoder,
+    Renderer,
+    choose_tools,
+    load_tokenizer,
+    make_encoder,
+    make_renderer,
+)
 from finetune.errors import UserError
 
 TextOrMessages = str | Sequence[Message]  # the form of a prompt or a completion
@@ -35,7 +42,8 @@ class RewardText:
         """Renders a row's prompt and its completion as the text that the reward model reads.
 
         Args:
-            row: The row as reward functions get it. Its `tools` and `variables` are rendered too.
+            row: The row as reward functions get it. Its `variables` and the tools of its prompt are
+                rendered too.
             completion: Text if the prompt is text, else messages.
 
         Raises:
@@ -59,7 +67,7 @@ class RewardText:
             document = Conversation(
                 messages,
                 trained=(False,) * len(messages),
-                tools=tuple(row.get("tools") or ()),
+                tools=choose_tools(self.renderer, row),
                 variables=row.get("variables") or {},
             )
         try:
@@ -75,7 +83,9 @@ def read_reward_texts(recipe: Recipe) -> list[RewardText]:
     """
     texts = []
     for name in recipe.rollout.reward_models:
-        tokenizer = load_tokenizer(keys_of_reward(name, recipe), Data())
+        keys = keys_of_reward(name, recipe)
+        rollout = recipe.rollout
+        tokenizer = load_tokenizer(keys, Data(), rollout.tools, rollout.environments)
         renderer = make_renderer(tokenizer, False, recipe.data.chat_template_date)
         texts.append(RewardText(name, make_encoder(tokenizer), renderer))
     return texts

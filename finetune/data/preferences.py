@@ -48,7 +48,8 @@ from finetune.data.messages import (
     describe_value,
     is_of_assistant,
     list_columns,
-    role_of,
+    parse_turns,
+    read_role,
 )
 from finetune.units import is_fp32_number
 
@@ -62,7 +63,7 @@ PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "i
 CHAT_PROMPTS = ("question", "instruction")
 # columns that usually hold a prompt, whether they are read or not
 USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
-ASKING = ("system", "developer", "user", "human", "prompter")  # roles that no answer begins with
+ASKING = ("system", "developer", "user")  # roles that no answer begins with
 RATINGS = ("score", "rating", "reward")  # words in the name of a column: higher is better
 
 
@@ -85,8 +86,8 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
             "set method: sft"
         )
     chosen_name, rejected_name = _require_answer_columns(row, source)
-    chosen = columns.take(chosen_name)
-    rejected = columns.take(rejected_name)
+    chosen = parse_turns(columns.take(chosen_name))
+    rejected = parse_turns(columns.take(rejected_name))
     prompt_name = _find_prompt_column(row, source, (chosen_name, rejected_name))
     if prompt_name is None:
         prompt = None
@@ -266,7 +267,7 @@ def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | li
     """
     if name == "instruction":
         return take_question(columns, source)
-    value = columns.take(name)
+    value = parse_turns(columns.take(name))
     if not isinstance(value, str | list):
         raise BadRow(
             f"{name}: text or a list of messages is expected, found {describe_value(value)}"
@@ -311,7 +312,7 @@ def _read_messages(
         turns = [make_message("user", prompt)]
     else:
         turns = list(prompt or [])
-    holds_prompt = any(role_of(answer[0]) in ASKING for answer in answers)
+    holds_prompt = any(read_role(answer[0]) in ASKING for answer in answers)
     if turns and not holds_prompt:
         before = without_training(turns)
         chosen, rejected = (make_conversation(columns, [*before, *answer]) for answer in answers)
@@ -372,7 +373,8 @@ def _check_prompt_column(
         prompt: The content of the prompt's column; None: there is no such column.
     """
     if isinstance(chosen, Conversation):
-        return () if _holds_prompt(chosen, prompt) else ("prompt_unread",)
+        is_read = all(_holds_prompt(chosen, text) for text in _list_questions(prompt))
+        return () if is_read else ("prompt_unread",)
     if prompt is None and _lacks_prompt(columns, chosen.prompt):
         return ("prompt_missing",)
     return ()
@@ -398,13 +400,20 @@ def _lacks_prompt(columns: Columns, shared: str) -> bool:
     return False
 
 
-def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) -> bool:
-    """Whether a message that is not trained on contains `prompt`, or is contained in it.
+def _list_questions(prompt: str | list[Any] | None) -> list[str]:
+    """Lists the texts in a prompt's column that are not the assistant's, without blank ones."""
+    if isinstance(prompt, str):
+        texts = [prompt]
+    else:
+        asking = [turn for turn in prompt or () if read_role(turn) in ASKING]
+        texts = [turn.get("content", turn.get("value")) for turn in asking]
+    return [text for text in texts if isinstance(text, str) and text.strip()]
 
-    `prompt`: the content of the prompt's column. Returns True if that is no text, or is blank.
-    """
-    if not isinstance(prompt, str) or not prompt.strip():
-        return True
+
+def _holds_prompt(conversation: Conversation, prompt: str) -> bool:
+    """Whether a message that is not trained on contains `prompt`, or is contained in it."""
+    if conversation.images:
+        prompt = prompt.replace("<image>", IMAGE)
     untrained_texts = [
         message["content"].strip()
         for message, is_trained in zip(conversation.messages, conversation.trained, strict=True)
@@ -678,7 +687,7 @@ def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any]
     """
     if name == "instruction":
         return take_question(columns, source)
-    value = columns.take(name)
+    value = parse_turns(columns.take(name))
     if isinstance(value, list) and value:
         return value
     if not isinstance(value, str):
@@ -710,14 +719,14 @@ def _find_answer(columns: Columns, source: DatasetSource) -> Any:
     """Returns the row's own answer for the rewards; None if the row has none.
 
     It is the value of the column that the source names, or else the text of the first of
-    ANSWER_COLUMNS that holds a text.
+    ANSWER_COLUMNS that holds a text; if none does, the first number in one of them.
     """
     if source.completion_column is not None:
         return columns.row.get(source.completion_column)
-    return next(
-        (columns.row[name] for name in ANSWER_COLUMNS if isinstance(columns.row.get(name), str)),
-        None,
-    )
+    values = [columns.row.get(name) for name in ANSWER_COLUMNS]
+    texts = [value for value in values if isinstance(value, str)]
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return next(iter([*texts, *numbers]), None)
 
 
 def _write_reward_row(row: Row, prompt: Any, answer: Any, **template_values: Any) -> str:
@@ -726,13 +735,13 @@ def _write_reward_row(row: Row, prompt: Any, answer: Any, **template_values: Any
     Args:
         row: The columns. Those of COMPLETION_COLUMNS are left out.
         prompt: The prompt's text or messages.
-        answer: Written as the column ANSWER, unless the row has that column; None: no answer.
+        answer: Written as the column ANSWER, unless that has a value; None: no answer.
         template_values: What the chat template reads besides the messages; empty values are left
             out.
     """
     columns = {name: value for name, value in row.items() if name not in COMPLETION_COLUMNS}
-    if answer is not None:
-        columns.setdefault(ANSWER, answer)
+    if answer is not None and columns.get(ANSWER) is None:
+        columns[ANSWER] = answer
     reward_row = {"prompt": prompt, "columns": columns}
     reward_row |= {name: value for name, value in template_values.items() if value}
     return json.dumps(reward_row, ensure_ascii=False, default=str)

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -100,6 +100,8 @@ class StreamedBatches:
     report: StreamReport  # of the time before anything is read
     folder: Path  # where this launch keeps its blocks
     kind: RowKind = "answers"  # the kind of row that the method reads
+    # the `model_type` of the model that takes the images of the rows read so far; empty without any
+    image_families: set[str] = field(default_factory=set)
 
     @property
     def data(self) -> Data:
@@ -182,6 +184,7 @@ class StreamedBatches:
         batches = self._make_batches(examples, number)
         if batches.images is not None:
             refuse_problems(find_problems(self.recipe, images=batches.images.family))
+            self.image_families.add(batches.images.family)
         note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
         if self.world.local_rank == 0:
             text = json.dumps(asdict(note))
@@ -356,7 +359,10 @@ class PreparedData:
         None if no row has an image, or the rows are not read yet.
         """
         stored = [data for data in (self.train, self.evaluation) if isinstance(data, StoredBatches)]
-        return next((data.images.family for data in stored if data.images is not None), None)
+        families = [data.images.family for data in stored if data.images is not None]
+        if isinstance(self.train, StreamedBatches):
+            families += self.train.image_families
+        return next(iter(families), None)
 
     def complete_recipe(self, recipe: Recipe) -> Recipe:
         """Returns the recipe with the `overlength` that the data decides, if it is null there.

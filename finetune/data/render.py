@@ -636,7 +636,13 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
                 "a prompt as text has no chat template, which describes the tools; make it messages"
             )
         text = prompt.removeprefix(renderer.bos)
-        return RenderedText(text, spans=(), is_plain=True, row=document.row)
+        return RenderedText(
+            text,
+            spans=(),
+            is_plain=True,
+            findings=("template_unused",) if renderer.has_template else (),
+            row=document.row,
+        )
     renderer = _for_conversation(renderer, prompt)
     messages = read_messages(prompt, renderer)
     group_hash = None
@@ -782,6 +788,8 @@ def _check_completion(prompt: str, completion: str, renderer: Renderer) -> Itera
         yield "typed_special_token"
     if not renderer.eos:
         yield "no_end_of_turn"
+    if not completion.strip():
+        yield "empty_answer"
     if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
         yield "no_space_between"
     if renderer.has_template:
@@ -887,6 +895,8 @@ def _find_dropped(
     trained = [i for i in answers if conversation.trained[i]]
     if not all(_holds_reasoning(answers[i], messages[i]) for i in trained):
         yield "reasoning_dropped"
+    if any(_thinks_twice(answers[i], messages[i]) for i in trained):
+        yield "reasoning_twice"
 
 
 def _find_dropped_calls(
@@ -941,6 +951,15 @@ def _holds_reasoning(answer: str, message: Message) -> bool:
     thoughts = {read_reasoning(message), *thoughts_in_content}
     last_lines = (thought.strip().rsplit("\n", 1)[-1].strip() for thought in thoughts)
     return all(_holds(answer, line) for line in last_lines)
+
+
+def _thinks_twice(answer: str, message: Message) -> bool:
+    """Whether the assistant's turn `answer` has the reasoning of a message's key, and of its
+    content too.
+    """
+    _, thoughts_in_content = _split_thoughts(message["content"])
+    has_both = any(map(message.get, REASONING_KEYS)) and bool(thoughts_in_content)
+    return has_both and len(THINKING_END.findall(answer)) > len(thoughts_in_content)
 
 
 def _split_thoughts(content: str) -> tuple[list[str], list[str]]:

@@ -310,6 +310,15 @@ def encode_bos(tokenizer: Any) -> list[int]:
     return bos_ids
 
 
+def encode_plain(tokenizer: Any, text: str) -> list[int]:
+    """Encodes a text without a chat template, as the data does: behind what the tokenizer itself
+    writes before plain text, and without what it writes after it, such as EOS.
+    """
+    bos_ids = encode_bos(tokenizer)
+    text = text.removeprefix(tokenizer.decode(bos_ids))
+    return [*bos_ids, *tokenizer.encode(text, add_special_tokens=False, verbose=False)]
+
+
 def _encode_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """Returns the ids that a tokenizer itself writes before plain text, and after it."""
     bare = tokenizer.encode("a", add_special_tokens=False)

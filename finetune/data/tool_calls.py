@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils.chat_parsing import parse_response
 
 from finetune.config.schema import Recipe
-from finetune.data.messages import BadRow, Message, count_common
+from finetune.data.messages import REASONING_KEYS, BadRow, Message, count_common
 from finetune.data.tokenize import encode_after
 from finetune.data.tokenizer import (
     Encoder,
@@ -136,6 +136,8 @@ class ToolTurns:
     def parse(self, answer: str, row: Mapping[str, Any]) -> Message | None:
         """Parses the text of an answer, special tokens included, as a message.
 
+        Reasoning is under `reasoning_content`, whatever key the response template gives it.
+
         Returns None if the text cannot be parsed, or a thought in it is not closed.
         """
         renderer, tools = self._fit_to_row(row)
@@ -155,7 +157,9 @@ class ToolTurns:
         if turn.count("<think>") > turn.count("</think>"):
             return None
         message = {
-            key: value for key, value in parsed.items() if key != "tool_calls" and value is not None
+            "reasoning_content" if key in REASONING_KEYS else key: value
+            for key, value in parsed.items()
+            if key != "tool_calls" and value is not None
         }
         message["content"] = parsed.get("content") or ""
         if calls:

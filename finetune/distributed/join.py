@@ -201,6 +201,7 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
     if not on:
         yield
         return
+    was_on = torch.are_deterministic_algorithms_enabled()  # by a block around this one
     torch.use_deterministic_algorithms(True)
     # torch would also fill each new tensor, which costs time; all of ours are written before they
     # are read.
@@ -214,7 +215,7 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
             f"deterministic: true: {str(error).split('. ')[0]}; remove the key, or what needs it"
         ) from error
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(was_on)
 
 
 def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:

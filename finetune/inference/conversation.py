@@ -27,6 +27,7 @@ from finetune.data.spans import read_messages
 from finetune.data.tokenizer import (
     add_variables,
     apply_template,
+    encode_plain,
     end_of_answer_ids,
     make_renderer,
     read_parts,
@@ -171,8 +172,9 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
             )
         text = "".join(message["content"] for message in conversation.messages)
         if is_scoring:
-            text += model.tokenizer.eos_token or ""
-        return list(model.tokenizer(text, verbose=False).input_ids)
+            eos = model.tokenizer.eos_token or ""
+            text = text.removesuffix(eos) + eos
+        return encode_plain(model.tokenizer, text)
     try:
         renderer = make_renderer(model.tokenizer, assistant_only=True)
         if conversation.images:

@@ -24,10 +24,18 @@ from finetune.data.formats import (
     Conversation,
     Row,
     make_conversation,
+    take_question,
 )
 from finetune.data.hosted_rows import rewrite_row
 from finetune.data.images import open_image, read_image
-from finetune.data.messages import IMAGE, BadRow, Message, is_of_assistant, list_columns
+from finetune.data.messages import (
+    IMAGE,
+    BadRow,
+    Message,
+    is_of_assistant,
+    list_columns,
+    parse_turns,
+)
 from finetune.data.sources import read_file
 from finetune.errors import UserError
 from finetune.export.sentence_transformer import MODULES, is_embedder
@@ -340,14 +348,14 @@ def _read_row(row: Row, system: str | None, folder: Path) -> Conversation:
 
     The arguments are those of `_cut_before_answer`.
     """
-    row = rewrite_row(row, DatasetSource(path=str(folder)))
+    source = DatasetSource(path=str(folder))
+    row = rewrite_row(row, source)
     for column in (*CONVERSATION_COLUMNS, "prompt"):
-        if isinstance(row.get(column), list):
-            return _cut_before_answer(row, row[column], system, folder)
-    if isinstance(row.get("instruction"), str):  # Alpaca: instruction and input
-        parts = [row["instruction"], row.get("input")]
-        text = "\n\n".join(part for part in parts if isinstance(part, str) and part)
-        return _cut_before_answer(row, [user_message(text)], system, folder)
+        turns = parse_turns(row.get(column))
+        if isinstance(turns, list):
+            return _cut_before_answer(row, turns, system, folder)
+    if isinstance(row.get("instruction"), str):  # Alpaca
+        return _cut_before_answer(row, take_question(Columns(row), source), system, folder)
     for column in PROMPT_COLUMNS:
         if isinstance(row.get(column), str) and row[column].strip():
             return _cut_before_answer(row, [user_message(row[column])], system, folder)

@@ -426,6 +426,9 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 def seed_rounding(seed: int, step: int, shard_rank: int, parameter: int | None = None) -> None:
     """Seeds stochastic rounding for a step, so that a resumed run rounds in the same way.
 
+    The stages of a pipeline have equal seeds. The first parameter of the first and of the last one
+    may be copies of a tied weight, whose moments must be rounded equally.
+
     Args:
         seed: The run's seed.
         step: The optimizer step.

@@ -627,6 +627,8 @@ def plan_disk(spec: RunSpec) -> Disk:
     steps = spec.recipe.optimization.max_steps
     kept = keys.count_kept(steps)
     counted = (kept or 1) + 1  # one more is being written
+    if kept is None and steps is not None:
+        counted = max(counted, len(spec.recipe.list_saves(steps, steps_per_epoch=None)))
     disk = Disk(
         checkpoint=checkpoint,
         checkpoints_kept=kept,

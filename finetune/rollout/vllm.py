@@ -334,11 +334,14 @@ class VllmEngine:
         self._stop_ids = sorted(stop_ids)
         self._servers = list_servers(recipe)
         self._folder = run_folder.absolute() / FOLDER
-        # The files of an export beside its weights, such as the config: file name -> content
-        if world.is_main:
+        # On rank 0, the files of an export beside its weights, such as the config: file name ->
+        # content
+        self._descriptions: Mapping[str, bytes] = {}
+
+        def describe() -> None:
             self._descriptions = describe_model(model, recipe, tokenizer)
-        else:
-            self._descriptions = {}
+
+        RankGroup(world).on_main(describe)
         self._name = ""  # of the servers' weights
         self.version = 0  # the number of optimizer steps that the model's weights have had
         self._handed_over: int | None = None  # the version last handed over; None: none yet

@@ -127,6 +127,7 @@ def _log_held_out_loss(
 
 def _answer_sample_prompts(run: TrainingRun, step: int) -> None:
     """Answers the recipe's `sample_prompts`; shows the answers and adds them to samples.jsonl."""
+    run.watchdog.beat("answering sample_prompts")
     with run.phases.timed("evaluation"):
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
     for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):

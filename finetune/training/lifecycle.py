@@ -30,9 +30,10 @@ from finetune.config.yaml_file import read_yaml
 from finetune.data.batches import StepBatch
 from finetune.data.data_report import OnReport, Report
 from finetune.data.examples import Prompt
+from finetune.data.messages import BadRow
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
-from finetune.data.tokenizer import asks_for_date
+from finetune.data.tokenizer import apply_template, asks_for_date, encode_plain, make_renderer
 from finetune.distributed.join import leave
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
@@ -121,13 +122,14 @@ def try_folder(recipe: Recipe, world: World) -> None:
 
 
 def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
-    """Sets `chat_template_date` to the day on which the run first started, if the chat template
-    writes the date and the recipe sets none; returns the recipe.
+    """Sets `chat_template_date` to the day on which the run first started, if the recipe sets none
+    and a chat template writes the date; returns the recipe. A reward model's template may.
 
     With the current date, ranks that tokenize around midnight would differ, and a run resumed the
     next day would train on another text.
     """
-    if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
+    may_ask = asks_for_date(tokenizer) or bool(recipe.rollout.reward_models)
+    if recipe.data.chat_template_date is not None or not may_ask:
         return recipe
     day = RankGroup(world).on_main(lambda: _find_first_day(folder))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))
@@ -306,7 +308,8 @@ def start_run(
         read_batches=partial(read_batches, recipe, world, folder, data, objectives.training, log),
         prompts=tuple(data.held_out_prompts(recipe.run.exact_match_samples)),
         sample_prompts=tuple(
-            Prompt(encode_prompt(text, tokenizer), "") for text in recipe.run.sample_prompts
+            Prompt(encode_prompt(text, tokenizer, recipe.data.chat_template_date), "")
+            for text in recipe.run.sample_prompts
         ),
         model=model,
         optimizer=optimizer,
@@ -336,9 +339,10 @@ def start_run(
     )
     for line in first_screen(run, size, progress):
         log.say(line)
-    hooks.load_states(progress)
+    ranks = RankGroup(world)
+    ranks.on_all(lambda: hooks.load_states(progress))
     # Raises at the start, instead of at the first save, if a checkpoint could not keep a state.
-    RankGroup(world).on_all(hooks.read_states)
+    ranks.on_all(hooks.read_states)
     return run
 
 
@@ -457,16 +461,28 @@ def make_stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnRepor
     return log_news
 
 
-def encode_prompt(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+def encode_prompt(
+    prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any, date: str | None = None
+) -> list[int]:
     """Encodes a prompt in the chat template, up to where the assistant's answer begins.
 
-    `prompt`: a user's turn as text, or messages. Without a chat template, the text is encoded as it
-    is.
+    Args:
+        prompt: A user's turn as text, or messages. Without a chat template, the text is encoded as
+            it is.
+        tokenizer: The tokenizer.
+        date: What the template writes as today's, such as 2026-01-31; None: today.
+
+    Raises:
+        UserError: The chat template rejects the prompt.
     """
     if tokenizer.chat_template is None:
-        return list(tokenizer.encode(prompt))
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return encode_plain(tokenizer, str(prompt))
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    renderer = make_renderer(tokenizer, assistant_only=True, date=date)
+    try:
+        text = apply_template(renderer, list(map(dict, messages)), add_generation_prompt=True)
+    except BadRow as error:
+        raise UserError(f"the prompt {str(prompt)[:100]!r}: {error}") from None
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 

@@ -21,7 +21,7 @@ from finetune.training.metrics import Compilation, Window
 from finetune.training.step import StepResult, handle_nonfinite, make_guard, train_step
 from finetune.training.training_run import TrainingRun
 from finetune.training.update_in_backward import UpdateInBackward
-from finetune.training.watch import Requests, SignalListener
+from finetune.training.watch import Requests, SignalListener, Watchdog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +154,10 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         garbage_collected_between_lines(),
     ):
         if progress.step < last_step:  # else nothing is left to save
-            run.watchdog.beat("saving a trial checkpoint")
-            saver.check_save(last_step, run.data.train.steps_per_epoch)
+            _check_save(run, last_step)
         run.model.train()
         window = Window(world.device)
-        for batch, wait_seconds in _timed(run.read_batches(progress.step)):
+        for batch, wait_seconds in _timed(run.read_batches(progress.step), run.watchdog):
             run.watchdog.beat(f"training step {batch.step + 1}")
             learning_rate = compute_learning_rate(batch.step, run.schedule)
             result = do_step(
@@ -174,22 +173,24 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
             requests = signals.agree(world, saver.has_failed)
             if requests.failed_save:
-                saver.finish()  # raises the error of the async save
+                run.finish_save()  # raises the error of the async save
             due = find_due(before, progress, last_step, recipe, requests)
             # Before a save, so that no step that is not finite is saved.
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
+            line = None
             if due.log:
                 line = run.measure(
                     window, progress, learning_rate, result.grad_norm, compilation.seconds()
                 )
-                _log(run, progress, line, compilation)
+                _log(run, line, compilation)
                 window = Window(world.device)
             if due.evaluate:
-                with window.paused():
-                    progress = evaluate(run, progress)
-                    run.model.train()  # an evaluation switches dropout off
+                progress = _evaluate(run, progress, window)
                 due = find_due_after_evaluation(due, progress, recipe)
+            # After the evaluation: if a callback fails, the step is saved and not evaluated again.
+            if line is not None:
+                run.notify("on_log", progress, line)
             run.notify("on_step", progress)
             if due.save:
                 _save(run, progress, window)
@@ -197,8 +198,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if due.end:
                 break
             if due.stop:
-                saver.finish()
+                run.finish_save()
                 raise run.preempted(f"after step {progress.step} of {last_step}, which is saved")
+        run.finish_save()
     if progress.step < last_step:
         run.log.say(
             f"step {progress.step}: stopped early; the held-out loss was lowest at step "
@@ -212,6 +214,12 @@ def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:
     if not run.recipe.optimization.optim_in_backward:
         return None
     return UpdateInBackward(run.optimizer, run.recipe, run.world)
+
+
+def _check_save(run: TrainingRun, last_step: int) -> None:
+    """Saves a checkpoint on trial, as `Saver.check_save` does."""
+    run.watchdog.beat("saving a trial checkpoint")
+    run.saver.check_save(last_step, run.data.train.steps_per_epoch)
 
 
 def _note_result(
@@ -256,17 +264,22 @@ def _training_timed(phases: Phases, compilation: Compilation) -> Iterator[None]:
         phases.write()
 
 
-def _log(
-    run: TrainingRun, progress: Progress, line: dict[str, Any], compilation: Compilation
-) -> None:
-    """Logs a line of metrics, and news of torch.compile; passes the line to the callbacks."""
+def _log(run: TrainingRun, line: dict[str, Any], compilation: Compilation) -> None:
+    """Logs a line of metrics, and news of torch.compile."""
     run.log.step(line)
-    run.notify("on_log", progress, line)
     if news := compilation.describe_new_graphs():
         run.log.say(news)
     # `garbage_collected_between_lines` has switched collection off. The young generations are
     # enough: the garbage of the steps is in them.
     gc.collect(generation=1)
+
+
+def _evaluate(run: TrainingRun, progress: Progress, window: Window) -> Progress:
+    """Evaluates a step as `evaluate` does, without counting the seconds in `window`."""
+    with window.paused():
+        progress = evaluate(run, progress)
+        run.model.train()  # an evaluation switches dropout off
+    return progress
 
 
 def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
@@ -277,9 +290,10 @@ def _save(run: TrainingRun, progress: Progress, window: Window) -> None:
     run.notify("on_save", progress)
 
 
-def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
+def _timed(batches: Iterator[StepBatch], watchdog: Watchdog) -> Iterator[tuple[StepBatch, float]]:
     """Yields each batch with the seconds that the loop waited for it."""
     while True:
+        watchdog.beat("making the next batch")  # a method that samples does so here
         started = time.perf_counter()
         batch = next(batches, None)
         if batch is None:

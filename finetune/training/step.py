@@ -129,7 +129,9 @@ def forward_backward(
         The sums that the objective measured on this rank.
     """
     round_from_step(model, recipe.quantization_aware, batch.step)
-    seed_dropout(recipe.run.seed, batch.step, world.tensor_group_index)
+    stage = world.rank // world.stage_size
+    group = stage * world.tensor_group_count + world.tensor_group_index  # among those of all stages
+    seed_dropout(recipe.run.seed, batch.step, group)
     has_noise = recipe.optimization.neftune_noise_alpha is not None
     noise_seed = recipe.run.seed if has_noise else None
     return accumulate_gradients(
@@ -333,10 +335,11 @@ def clip_and_update(
 
 
 def seed_dropout(seed: int, step: int, tensor_group: int) -> None:
-    """Seeds dropout by the step (0-based) and the index of the tensor-parallel group.
+    """Seeds dropout by the step (0-based) and the index of the tensor-parallel group, counted over
+    all pipeline stages.
 
-    So a resumed run needs no saved random state, and the ranks of a group drop the same
-    activations.
+    So a resumed run needs no saved random state, the ranks of a group drop the same activations,
+    and the layers of each stage have masks of their own.
     """
     seed_from(f"{seed}/{step}/{tensor_group}")
 

@@ -100,6 +100,7 @@ class TrainingRun:
             model=self.model,
         )
         is_training = self.model.training
+        self.watchdog.beat(f"callbacks run {name}")
         try:
             RankGroup(self.world).on_all(lambda: self.hooks.call(name, event))
             # a callback may have switched dropout on or off
@@ -107,10 +108,10 @@ class TrainingRun:
         except UserError as error:
             if progress.step == 0:  # there is nothing to save
                 raise
-            self.saver.finish()  # an async save may be about to publish this very step
+            self.finish_save()  # an async save may be about to publish this very step
             if not step_folder(self.folder, progress.step).exists():
                 self.save(progress)
-                self.saver.finish()
+                self.finish_save()
             raise UserError(f"{error} (step {progress.step} is saved)") from error
 
     def save(self, progress: Progress) -> None:
@@ -129,8 +130,13 @@ class TrainingRun:
                 failure = error
         self.saver.save(progress)
         if failure is not None:
-            self.saver.finish()
+            self.finish_save()
             raise UserError(f"{failure} (step {progress.step} is saved, without it)") from failure
+
+    def finish_save(self) -> None:
+        """Waits until an async save is published. Raises its error if it failed."""
+        self.watchdog.beat("finishing an async save")
+        self.saver.finish()
 
     def measure(
         self,

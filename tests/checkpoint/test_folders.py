@@ -18,7 +18,7 @@ from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.distributed.join import join, leave
 from finetune.distributed.world import World
-from finetune.errors import UserError
+from finetune.errors import AgreedError, UserError
 from finetune.files import durable
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer
@@ -69,10 +69,10 @@ class Run:
         for step in steps:
             saver.save(Progress(step=step))
 
-    def start(self) -> int:
+    def start(self, limit: int | None = None) -> int:
         """The step at which the next start resumes."""
         folders.remove_leftovers(self.folder)
-        start = find_start(self._recipe(None), self.folder, self.world)
+        start = find_start(self._recipe(limit), self.folder, self.world)
         return load_start(start, self.model, self.optimizer, self.world).step
 
     def damage(self, *steps: int) -> None:
@@ -103,7 +103,7 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(
 ) -> None:
     run.save(4, 8, 12)
     run.damage(8, 12)
-    assert run.start() == 4
+    assert run.start(limit=2) == 4
     assert "damaged-00000008: damaged, kept under this name until" in capsys.readouterr().out
     run.save(6, limit=2)  # a signal came at step 6
     assert run.names() == ["damaged-00000008", "damaged-00000012", "step-00000004", "step-00000006"]
@@ -120,26 +120,43 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(
     )
     run.save(12, limit=None)
     run.damage(12)
-    assert run.start() == 8
+    assert run.start(limit=None) == 8
+    assert "damaged-00000012-2: damaged, kept under this name\n" in capsys.readouterr().out
     assert run.names() == ["damaged-00000012", "damaged-00000012-2", "step-00000008"], (
         "without a limit all are kept"
     )
 
 
+BEST = {"keep_best_checkpoint": True, "eval_split_size": 1}
+
+
 @pytest.mark.parametrize(
-    "keys",
+    ("limit", "keys"),
     [
-        {},
-        {"keep_every_steps": 6},
-        {"keep_best_checkpoint": True, "eval_steps": 2, "eval_split_size": 1},
+        (2, {}),
+        (2, {"keep_every_steps": 6}),
+        (2, {"keep_every_steps": 3}),
+        (2, BEST | {"eval_steps": 2}),
+        (2, {"save_strategy": "epoch", "save_steps": None}),
+        (None, {}),
+        (None, BEST | {"eval_steps": 3}),
     ],
-    ids=["", "milestones", "best"],
+    ids=[
+        "",
+        "milestones",
+        "milestones between saves",
+        "best",
+        "epochs of a stream",
+        "all",
+        "all and the best",
+    ],
 )
 def test_a_run_starts_only_if_the_disk_holds_what_it_keeps_beyond_the_limit(
-    run: Run, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any]
+    run: Run, monkeypatch: pytest.MonkeyPatch, limit: int | None, keys: dict[str, Any]
 ) -> None:
     """Against the most checkpoints that real saves leave side by side, the one just written too."""
-    saver = run.make_saver(2, save_steps=2, **keys)
+    run.save(1)  # as a signal asks for it
+    saver = run.make_saver(limit, **{"save_steps": 2} | keys)
     beside: list[int] = []
 
     def prune(folder: Path, *arguments: Any) -> list[str]:
@@ -151,9 +168,29 @@ def test_a_run_starts_only_if_the_disk_holds_what_it_keeps_beyond_the_limit(
         full.setattr(folders.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
         with pytest.raises(UserError) as refused:
             saver.check_save(18)
-    for step in range(2, 19, 2):
-        saver.save(Progress(step=step, best_step=4))
-    assert f"will write {max(beside)} checkpoints of " in str(refused.value)
+    for step in range(2, 19):
+        if step % 2 == 0 or step % keys.get("eval_steps", 2) == 0:
+            saver.save(Progress(step=step, best_step=4 if limit else step))
+    assert f"will write {max(beside) - 1} checkpoint" in str(refused.value)
+
+
+@pytest.mark.parametrize("which", ["model", "method"])
+def test_files_that_rank_0_cannot_describe_are_an_error_of_all_ranks(
+    run: Run, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """Else the other ranks wait for rank 0 in the next collective, until it times out."""
+
+    def fail(*_: object) -> dict[str, bytes]:
+        raise PermissionError(13, "Permission denied", "tokenizer.json")
+
+    saver = run.make_saver(2)
+    with pytest.raises(AgreedError, match=r"tokenizer\.json: Permission denied"):
+        if which == "model":
+            monkeypatch.setattr("finetune.checkpoint.save.describe_model", fail)
+            run.make_saver(2)
+        else:
+            monkeypatch.setattr(saver, "_describe_files", fail)
+            saver.save(Progress(step=1))
 
 
 def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:

@@ -2234,6 +2234,7 @@ def test_the_turns_of_mistral_common(converted: Convert) -> None:
         ("Qwen/Qwen3-8B", "qwen3"),
         ("HuggingFaceTB/SmolLM-360M", "llama"),
         ("HuggingFaceTB/SmolLM3-3B-Base", "smollm3"),
+        ("openbmb/MiniCPM5-1B", "llama"),  # its model card: "Standard LlamaForCausalLM"
         ("google/gemma-4-31B", "gemma4_text"),
         ("google/gemma-3n-E2B-it", "gemma3n_text"),
         ("ibm-granite/granite-4.0-tiny-preview", "granitemoehybrid"),

@@ -33,6 +33,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from finetune.config.facts import find_biased_layers, read_family_source
 from finetune.config.module_names import find_alias
 from finetune.config.optimization import Optimization
+from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import DatasetSource
 from finetune.constants import ALL_LINEAR
 from finetune.convert.asked_layout import EXAMPLE_SIZES, NUMBER_OF_GROUPS, WRITTEN_FILE
@@ -2233,6 +2234,13 @@ def test_automodels_warm_up_begins_at_a_tenth_where_there_is_one(
 ) -> None:
     made = convert(AUTOMODEL, lr_scheduler={"lr_decay_style": "cosine", **steps})
     assert (WARMUP_FROM_A_TENTH in said(made)) == is_said
+
+
+def test_our_warm_up_rises_evenly_to_the_whole_rate_in_its_last_step() -> None:
+    """Automodel's get_lr gives 0.1, 0.55 and, in the step after a warm-up of two, 1."""
+    schedule = Optimization(learning_rate=1.0, warmup_steps=2).schedule(20)
+    assert [compute_learning_rate(step, schedule) for step in range(3)] == [0.5, 1.0, 1.0]
+    assert WARMUP_FROM_A_TENTH.endswith("an even share more, and the last one the whole")
 
 
 def test_automodels_own_warm_up_is_rounded_down_and_ours_up(convert: Convert) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 import transformers
 from datasets import Dataset
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, Split
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -47,6 +49,7 @@ from finetune.convert.chat_templates import (
     ENDED_BEFORE,
     ENDS_ADDED,
     OF_PHI3,
+    OF_PHI4,
     ONE_TEXT,
     OWN_SYSTEM,
     OWN_THOUGHT,
@@ -76,7 +79,16 @@ from finetune.convert.image_models import (
     TOKENIZERS_BOS_OF_IMAGES,
 )
 from finetune.convert.numbers import LABEL_BEHIND_CUT
-from finetune.convert.objectives import DIVIDED_TWICE, PROMPTS_WERE_CUT, SIDES_WERE_CUT
+from finetune.convert.objectives import (
+    ANSWERS_SLICED,
+    CUT_BY_PARTS,
+    CUT_BY_PARTS_THERE,
+    DIVIDED_TWICE,
+    PROMPT_CUT_ALONE,
+    PROMPTS_WERE_CUT,
+    SIDES_WERE_CUT,
+    WAS_CUT_BY_PARTS,
+)
 from finetune.convert.runnable import MORE_ROWS
 from finetune.convert.shared import (
     BEST_AT_END,
@@ -711,13 +723,45 @@ def test_the_routed_experts_and_routers_of_torchtunes_llama_4_are_said(
     assert first == second and scores[0] != scores[1]
 
 
-@pytest.mark.parametrize("builder", ["code_llama2_7b", "lora_code_llama2_7b"])
-def test_torchtunes_adapted_code_llama_has_another_base_of_positions(
-    builder: str, convert: Convert
+@pytest.mark.parametrize(
+    ("builder", "differs"),
+    [
+        ("code_llama2.code_llama2_7b", False),
+        ("code_llama2.lora_code_llama2_7b", True),
+        ("phi4.phi4_14b", True),
+        ("phi4.lora_phi4_14b", True),
+        ("phi3.phi3_mini", False),
+    ],
+)
+def test_models_of_torchtune_with_another_base_of_positions_are_said(
+    builder: str, differs: bool, convert: Convert
 ) -> None:
-    model = {"_component_": f"torchtune.models.code_llama2.{builder}"}
-    differs = "positions are rotated by a base of 10000" in said(convert(TUNE, model=model))
-    assert differs == builder.startswith("lora")
+    """models/phi4 calls phi3, whose rope_base is 10000; rope_theta of Phi-4's config is 250000."""
+    made = convert(TUNE, model={"_component_": f"torchtune.models.{builder}"})
+    assert ("positions are rotated by a base of 10000" in said(made)) == differs
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "differs"), [("phi4.phi4_tokenizer", True), ("qwen2.qwen2_tokenizer", False)]
+)
+def test_torchtunes_phi4_splits_texts_as_gpt2(
+    tokenizer: str, differs: bool, convert: Convert
+) -> None:
+    """GPT2BaseTokenizer, and tokenize_messages of Phi4Tokenizer.
+
+    GPT-2 splits this text otherwise than cl100k, whose pattern the tokenizers of Phi-4 and Llama 3
+    have.
+    """
+    text = said(convert(TUNE, tokenizer={"_component_": f"torchtune.models.{tokenizer}"}))
+    assert [note in text for note in OF_PHI4] == [differs] * len(OF_PHI4)
+    cl100k = Split(
+        Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|[^\s\p{L}\p{N}]+[\r\n]*"), "isolated"
+    )
+    row = "(in 2023).\n\nYes"
+    splits = [each.pre_tokenize_str(row) for each in (ByteLevel(add_prefix_space=False), cl100k)]
+    gpt2, ours = [[word for word, _ in split] for split in splits]
+    assert gpt2 == ["(", "in", "Ġ2023", ").", "Ċ", "Ċ", "Yes"]
+    assert ours == ["(in", " ", "202", "3", ").\n\n", "Yes"]
 
 
 def test_gradients_of_early_exits_are_divided_by_the_ranks_there(convert: Convert) -> None:
@@ -733,6 +777,33 @@ def test_prompts_that_older_versions_of_trl_cut_are_said(
 ) -> None:
     file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs", "beta": 0.1}
     assert (PROMPTS_WERE_CUT in said(convert(file | {"loss_type": "sigmoid"}, **keys))) == cut
+
+
+PARTS = CUT_BY_PARTS.format("last", 512, 512)
+PARTS_ASKED = CUT_BY_PARTS.format("first", 256, 768)
+ASKED_FIRST = {"max_prompt_length": 256, "truncation_mode": "keep_start"}
+ORPO = {"command": "orpo"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "lists", "line"),
+    [
+        (ORPO, "differences", ANSWERS_SLICED.format(1024, PARTS)),
+        ({"loss_type": "simpo"}, "differences", ANSWERS_SLICED.format(1024, PARTS)),
+        ({"command": "kto"}, "remarks", WAS_CUT_BY_PARTS.format(1024, PARTS)),
+        (ORPO | ASKED_FIRST, "differences", CUT_BY_PARTS_THERE.format(1024, PARTS_ASKED)),
+    ],
+)
+def test_trls_trainers_of_orpo_simpo_and_kto_cut_prompt_and_answers_of_a_long_row_apart(
+    keys: dict[str, object], lists: str, line: str, convert: Convert
+) -> None:
+    """tokenize_row of its ORPO trainer in 1.9: of 90 and 30 tokens after 20, with a max_length of
+    100, it keeps 10 of each."""
+    file = {"model_name_or_path": "org/model", "dataset_name": "org/pairs"}
+    made = convert(file, **keys)  # max_length is 1024 by default
+    assert any(line in each for each in getattr(made, lists))
+    lines = (PROMPTS_WERE_CUT, PROMPT_CUT_ALONE, "cut off whole")
+    assert not any(each in said(made) for each in lines)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,17 @@ from torch import nn
 
 from finetune.config.schema import DatasetSource
 from finetune.convert.base_model import DEQUANTIZED_AWQ
+from finetune.convert.by_tool import ALL_DECAYED
 from finetune.convert.chat_templates import OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import REPEATED
 from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
 from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
 from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
+from finetune.convert.numbers import ROUNDED_MORE_OFTEN
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
 from finetune.convert.swift import (
+    ANOTHER_OPTIMIZER,
     BOTH_RANDOM,
     BY_LORA_GA,
     COPIES_IN_16_BITS,
@@ -461,6 +464,22 @@ def test_the_keys_of_llama_factorys_v1_are_its_arguments(convert: Convert) -> No
     assert "not known here" not in said(made) and OWN_THOUGHT not in said(made)
     assert "cp_size: 2" in str(convert(V1, cp_size=2, cp_mode="ulysses").accelerate_file)
     assert convert(V1, save_epochs=1).recipe["save_strategy"] == "epoch"
+
+
+@pytest.mark.parametrize("tuner", [None, "full"])
+def test_ms_swifts_muon_is_muon_here(tuner: str | None, convert: Convert) -> None:
+    """optimizers/muon.py has Moonlight's, as LLaMA-Factory; it has one group, which decays whole."""
+    keys = {"optimizer": "muon", "optim": "adamw_torch", "lazy_tokenize": False}
+    made = convert(SWIFT | {"tuner_type": tuner}, weight_decay=0.1, **keys)
+    assert made.recipe["optim"] == "muon" and ROUNDED_MORE_OFTEN in said(made)
+    assert (ALL_DECAYED in made.remarks) == (tuner == "full")
+    assert not made.missing_capabilities
+
+
+@pytest.mark.parametrize(("name", "is_said"), [("default", False), ("galore", True)])
+def test_another_optimizer_of_ms_swift_is_said(name: str, is_said: bool, convert: Convert) -> None:
+    made = convert(SWIFT, optimizer=name)
+    assert (ANOTHER_OPTIMIZER in said(made)) == is_said and made.recipe.get("optim") != "muon"
 
 
 def test_a_list_of_data_sets_of_llama_factorys_v1_is_read(tmp_path: Path, convert: Convert) -> None:

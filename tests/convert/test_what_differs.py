@@ -636,6 +636,16 @@ def test_the_auxiliary_loss_of_trls_default_is_said(
         assert OF_MICRO_BATCHES in said(made) and BALANCED_BY_DEFAULT not in said(made)
 
 
+@pytest.mark.parametrize(("method", "is_balanced"), [("dpo", True), ("orpo", False)])
+def test_trls_orpo_trainer_adds_no_auxiliary_loss_by_default(
+    method: str, is_balanced: bool, convert: Convert
+) -> None:
+    """aux_loss_enabled of its ORPOTrainer is output_router_logits of the model's config."""
+    file = {"model_name_or_path": "Qwen/Qwen3-30B-A3B", "dataset_name": "a/rows"}
+    lines = said(convert(file, command=method))
+    assert (BALANCED_BY_DEFAULT in lines) == (OF_MICRO_BATCHES in lines) == is_balanced
+
+
 def test_the_auxiliary_loss_of_axolotls_config_is_said(convert: Convert) -> None:
     file = {"base_model": "mistralai/Mixtral-8x7B-v0.1", "datasets": [{"path": "a/rows"}]}
     assert ADDED_BY_MODEL in said(convert(file, model_config={"output_router_logits": True}))

@@ -7,6 +7,7 @@ import pytest
 
 from finetune.config.methods import RolloutKeys
 from finetune.config.schema import Recipe
+from finetune.data.messages import describe_tool
 from finetune.data.paid_text import read_reward_texts
 from tests.conftest import CHAT_TEMPLATE, make_tokenizer
 from tests.data.conftest import Prepare
@@ -64,3 +65,24 @@ def test_a_reward_model_reads_the_ids_that_it_is_trained_on(
     if pair is TEXT:
         assert (trained[0] == tokenizer.bos_token_id) is writes_eos, "BOS comes with that EOS"
     assert trained.count(tokenizer.eos_token_id) == (1 if pair is TEXT else 2)
+
+
+def test_a_reward_model_reads_the_recipes_tools_as_those_of_a_row(tmp_path: Path) -> None:
+    """The prompt that the model answers describes both alike."""
+    tool = f"{tmp_path / 'my_tools.py'}:rain"
+    (tmp_path / "my_tools.py").write_text(
+        'def rain(city: str) -> bool:\n    """Whether it rains.\n\n    Args:\n        city: Where.\n    """\n'
+    )
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = "{{ (tools or []) | tojson }}" + CHAT_TEMPLATE
+    model = tmp_path / "model"
+    tokenizer.save_pretrained(model)
+
+    def render(of_recipe: tuple[str, ...], **row: Any) -> str:
+        rollout = RolloutKeys(rewards=(str(model),), tools=of_recipe)
+        [text] = read_reward_texts(Recipe(path="r.yaml", rollout=rollout))
+        return text.render({"prompt": TURNS["prompt"], **row}, TURNS["chosen"])
+
+    read = render((tool,))
+    assert read == render((), tools=[describe_tool(tool)]) != render(())
+    assert render((tool,), tools=[TOOL]) == render((), tools=[TOOL])

@@ -1,6 +1,7 @@
 """Preference rows of every form, their common prompt, and pairs that teach nothing."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from finetune.cli import main
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.environments import choose_environment
-from finetune.data.formats import Completion, Conversation, Document, Question
+from finetune.data.formats import Completion, Conversation, Document, Question, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_end_of_prompt, parse_pair, parse_prompt
 from finetune.data.prepare import PreparedData
@@ -219,6 +220,60 @@ def test_a_prompt_beside_conversations_that_ask_something_else_is_found() -> Non
     for prompt in ("Q", "", "\n\nHuman: Q\n\nAssistant:", [SYSTEM, USER], None):
         assert not parse_pair({"prompt": prompt, **row}, source).findings
     assert not parse_pair({"prompt": "AAA", "chosen": [GOOD], "rejected": [BAD]}, source).findings
+    turns = {"chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    for messages in ([SYSTEM, USER], [{"role": "user", "content": "AAA"}]):
+        lost = parse_pair({"messages": messages, **turns}, source)
+        assert lost.findings == ("prompt_unread",), "was dropped without a word"
+    for turn in (USER, {"from": "human", "value": USER["content"]}):
+        assert not parse_pair({"messages": [turn], **turns}, source).findings
+    image = {"question": "<image>What?", "images": ["a.png"], "chosen": "A", "rejected": "B"}
+    assert not parse_pair(image, source).findings
+
+
+def test_messages_may_be_json_text_wherever_messages_may_stand() -> None:
+    """A CSV file holds nothing else. `messages` was read so, and in other columns the JSON itself was trained on."""
+    source = DatasetSource(path="a.csv")
+    lists: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+        (parse_pair, {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}),
+        (parse_pair, {"chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (parse_pair, {"prompt": "Q", "chosen": [USER, GOOD], "rejected": [USER, BAD]}),
+        (parse_pair, {"conversations": [HUMAN], "chosen": [GPT], "rejected": [WORSE]}),
+        (parse_prompt, {"messages": [USER]}),
+        (parse_prompt, {"prompt": [SYSTEM, USER]}),
+        (parse_row, {"prompt": [USER], "completion": [GOOD]}),
+        (parse_row, {"messages": [USER, GOOD]}),
+    ]
+    for parse, row in lists:
+        text_row = {
+            name: value if isinstance(value, str) else json.dumps(value, indent=1)
+            for name, value in row.items()
+        }
+        [group] = parse(row, source).groups
+        [text_group] = parse(text_row, source).groups
+        for document, expected in zip(text_group.documents, group.documents, strict=True):
+            if isinstance(document, Question):
+                document = document.asked
+                expected = expected.asked
+            assert document == expected
+        if "messages" not in row:
+            of_python = {name: str(value) for name, value in row.items()}
+            with pytest.raises(BadRow, match=r"not JSON: .*json\.dumps"):
+                parse(of_python, source)
+    plain = {"prompt": '["a", {"b": 1}]', "chosen": '[{"role": "none"}]', "rejected": "[]"}
+    assert sides(plain) == [(plain["prompt"], plain[name]) for name in ("chosen", "rejected")]
+
+
+@pytest.mark.parametrize("role", ["user", "User", "HUMAN", "prompter", "System"])
+def test_answers_that_begin_with_their_prompt_do_so_in_any_spelling_of_its_role(role: str) -> None:
+    """Only some spellings were known here, and `messages` reads all of them."""
+    asked: list[Any] = [{"role": role, "content": "Q"}]
+    if role == "System":
+        asked.append(USER)
+    row = {"prompt": "Q", "chosen": [*asked, GOOD], "rejected": [*asked, BAD]}
+    [group] = parse_pair(row, DatasetSource(path="a.jsonl")).groups
+    for document, answer in zip(group.documents, (GOOD, BAD), strict=True):
+        expected = parse_row({"messages": [*asked, answer]}, DatasetSource(path="a.jsonl"))
+        assert document == expected.document
 
 
 def pair_of(number: int, chosen: str = "yes", rejected: str = "no", **more: Any) -> dict[str, Any]:
@@ -467,6 +522,35 @@ def test_rewards_get_the_answer_that_the_recipe_names(row: dict[str, Any], answe
     document = parse_prompt(row, DatasetSource(path="a.jsonl", completion_column="final")).document
     assert isinstance(document, Question)
     assert json.loads(document.row)["columns"].get("answer") == answer
+
+
+@pytest.mark.parametrize(
+    ("columns", "answer"),
+    [
+        ({"solution": 4}, 4),  # was no answer, so that each score was None
+        ({"answer": None, "solution": "4"}, "4"),  # as Parquet fills the column of another source
+        ({"output": 0.5, "solution": "4"}, "4"),
+        ({"answer": 4, "solution": "so 4"}, 4),
+        ({"solution": ["4"]}, None),
+    ],
+)
+def test_rewards_get_a_number_or_a_text_as_the_answer(columns: dict[str, Any], answer: Any) -> None:
+    document = parse_prompt({"prompt": "Q", **columns}, DatasetSource(path="a.jsonl")).document
+    assert isinstance(document, Question)
+    assert json.loads(document.row)["columns"].get("answer") == answer
+
+
+def test_a_prompt_as_text_is_found_where_a_template_would_ask_it(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    """As a prompt with its completion is."""
+    path = str(write_lines(tmp_path / "a.jsonl", [{"prompt": "Q", "completion": " A"}]))
+    online: dict[str, Any] = {"method": "grpo", "rewards": ["length"], "num_generations": 2}
+    online |= {"max_length": 512}
+    keys: dict[str, Any]
+    for keys in ({}, online):
+        assert names(prepare([{"path": path}], **keys))["template_unused"] == "warning"
+        assert "template_unused" not in names(prepare([{"path": path, "type": "messages"}], **keys))
 
 
 @pytest.mark.parametrize("role", ["GPT", "Assistant", "ai", "chatgpt"])

@@ -288,3 +288,23 @@ def test_inspect_names_the_rating(tmp_path: Path, capsys: pytest.CaptureFixture[
         "3 rated answers (2 good, 1 bad)",
     ):
         assert head in shown
+
+
+def test_an_empty_answer_is_found_whether_or_not_a_template_renders_it(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    """As plain text it was trained on without a word, and `method: dpo` does not use the pair."""
+    for i, (prompt, found_by) in enumerate(
+        [("question", "kto"), ("prompt", "kto"), ("question", "dpo"), ("prompt", "dpo")]
+    ):
+        rows = [{prompt: f"Q{n}", "chosen": " A", "rejected": " B"} for n in range(4)]
+        rows[1]["rejected"] = ""
+        rows[2]["chosen"] = " \n"
+        path = str(write_lines(tmp_path / f"{i}.jsonl", rows))
+        data = prepare([{"path": path}], method=found_by)
+        found = {finding.name: finding.rows for finding in data.report.findings}
+        expected = "empty_answer" if found_by == "kto" else "side_empty"
+        assert {name: found[name] for name in found if "empty" in name} == {expected: 2}
+    rows = [{"prompt": "Q", "completion": answer} for answer in (" A", " B", " \n")]
+    data = prepare([{"path": str(write_lines(tmp_path / "sft.jsonl", rows))}])
+    assert names(data)["empty_answer"] == "warning"

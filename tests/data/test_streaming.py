@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from finetune.config.schema import Batch, Data, DatasetSource, Optimization, Rec
 from finetune.data import prepare as streaming
 from finetune.data.data_report import Report, StreamReport
 from finetune.data.findings import Finding
-from finetune.data.prepare import StreamedBatches, open_stream
+from finetune.data.prepare import PreparedData, StreamedBatches, open_stream
 from finetune.data.sources import interleave_sources
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
@@ -249,3 +250,20 @@ def test_a_run_over_a_stream_reports_what_it_skips_and_cuts(
     report = json.loads((tmp_path / "run" / "data_report.json").read_text())
     assert report["rows_skipped"] > 100 and report["overlong"] == report["rows_skipped"]
     assert {finding["name"] for finding in report["findings"]} == {"skipped", "truncated"}
+
+
+def test_the_images_of_a_stream_are_known_once_they_are_read(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message about memory plans the mask of their tokens."""
+    make = StreamedBatches._make_batches
+
+    def make_with_images(self: StreamedBatches, *arguments: Any) -> Any:
+        return replace(make(self, *arguments), images=SimpleNamespace(family="gemma3"))
+
+    monkeypatch.setattr(StreamedBatches, "_make_batches", make_with_images)
+    train = stream(threads=0)
+    data = PreparedData(train, None, train.report, train.tokenizer)
+    assert data.images is None
+    train.open_block(0)
+    assert data.images == "gemma3"

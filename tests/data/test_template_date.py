@@ -18,7 +18,7 @@ from finetune.data.token_store import cache_key
 from finetune.data.tokenizer import Renderer, add_variables, apply_template, make_renderer
 from finetune.errors import UserError
 from finetune.training import lifecycle
-from finetune.training.lifecycle import fix_template_date
+from finetune.training.lifecycle import encode_prompt, fix_template_date
 from tests.conftest import make_tokenizer
 
 # As Llama 3.2's own template asks for it.
@@ -72,6 +72,16 @@ def test_a_reward_model_reads_the_day_of_the_run(tmp_path: Path) -> None:
     assert "Today Date: 26 Jul 2024" in apply_template(text.renderer, MESSAGES)
 
 
+def test_prompts_that_are_sampled_during_a_run_have_the_day_of_the_run() -> None:
+    tokenizer = dated_tokenizer()
+    ids = encode_prompt("Hi", tokenizer, "2024-07-26")
+    asked = tokenizer.decode(encode_prompt(MESSAGES, tokenizer, "2024-07-26"))
+    assert asked == tokenizer.decode(ids) == "<|begin|>Today Date: 26 Jul 2024<|user|>Hi"
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    with pytest.raises(UserError, match="the prompt 'Hi': the chat template rejects it: no"):
+        encode_prompt("Hi", tokenizer)
+
+
 def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks() -> None:
     def key(tokenizer: Any, day: str | None) -> str:
         return cache_key(DatasetSource(path="a.jsonl"), {}, Data(chat_template_date=day), tokenizer)
@@ -92,6 +102,8 @@ def test_a_run_keeps_the_day_on_which_it_began(
 
     dated = dated_tokenizer()
     assert fixed_on("2026-01-31", recipe_with(), make_tokenizer()) is None
+    paid = replace(recipe_with(), rollout=RolloutKeys(rewards=("some/reward-model",)))
+    assert fixed_on("2026-01-31", paid, make_tokenizer()) == "2026-01-31", "its template may ask"
     assert fixed_on("2026-01-31", recipe_with("2024-07-26"), dated) == "2024-07-26"
     assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31"
     saved = tmp_path / "checkpoints" / "step-00000001"

@@ -338,6 +338,22 @@ def test_dropped_text_beside_a_call_dropped_reasoning_and_empty_answers_are_repo
         "reasoning_dropped"
         not in render(reasoned, make_renderer(tokenizer_with(shown), True)).findings
     )
+    both = document(
+        {
+            "messages": [
+                ASKED,
+                {**ANSWERED[1], "content": "<think>Clouds.</think>Yes", "thinking": "Clouds."},
+            ]
+        }
+    )
+    assert not {"reasoning_dropped", "reasoning_twice"} & {*render(both, chatml).findings}
+    for name in ("qwen3", "qwen3.5", "glm4.5", "nemotron3", "kimi-k2-thinking", "gemma4"):
+        renderer = make_renderer(tokenizer_with(TEMPLATES[name]), True)
+        twice = render(both, renderer)
+        assert "reasoning_twice" in twice.findings and twice.text.count("Clouds.") == 2
+        for once in ({"content": "<think>Clouds.</think>Yes"}, {"thinking": "Clouds."}):
+            reasoned = document({"messages": [ASKED, {**ANSWERED[1], **once}]})
+            assert "reasoning_twice" not in render(reasoned, renderer).findings
     assert "empty_answer" in render(conversation("Q", " "), chatml).findings
     assert "empty_answer" not in render(conversation("Q", "A"), chatml).findings
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import AutoTokenizer
 
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.formats import Conversation, parse_row
+from finetune.data.formats import Completion, Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render_turns
 from finetune.data.token_store import Tokens
@@ -28,8 +31,9 @@ from finetune.data.tokenizer import TEMPLATES, make_encoder, make_renderer
 from finetune.errors import UserError
 from finetune.inference.conversation import encode_prompt
 from finetune.inference.inference_model import InferenceModel
-from finetune.inference.inputs import read_prompts
-from tests.conftest import slow_but
+from finetune.inference.inputs import make_question, read_prompts
+from finetune.training.lifecycle import encode_prompt as encode_sample_prompt
+from tests.conftest import make_tokenizer, slow_but
 from tests.data.conftest import Prepare
 from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines
@@ -550,3 +554,26 @@ def test_split_turns_packed_train_as_separate_rows(prepare: Prepare, tmp_path: P
     truth, gradient = gradients(plain, expected), gradients(packed, found)
     assert truth.keys() == gradient.keys()
     assert max(relative_error(gradient[name], truth[name]) for name in truth) < 1e-5
+
+
+def test_chat_asks_without_a_template_as_was_trained_also_where_the_tokenizer_writes_eos() -> None:
+    """The prompt of a tokenizer that writes EOS after each text ended with it, before the answer."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    ids = {token: tokenizer.convert_tokens_to_ids(token) for token in ("<|begin|>", "<|end|>")}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A <|end|>", special_tokens=list(ids.items())
+    )
+    texts = render_turns(Completion("2+2=", " 4"), make_renderer(tokenizer, True))
+    trained = tokenize(texts, [(0, 1)], make_encoder(tokenizer)).input_ids.tolist()
+    model = InferenceModel("m", None, tokenizer, None)
+    asked = encode_prompt(model, make_question([{"role": "user", "content": "2+2="}]))
+    assert asked == encode_sample_prompt("2+2=", tokenizer) == trained[: len(asked)]
+    assert asked == tokenizer.encode("2+2=")[:-1]
+    scoring = nn.Module()
+    scoring.score = nn.Linear(1, 1)
+    scoring.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    for typed in ("2+2= 4", "2+2= 4<|end|>"):
+        question = make_question([{"role": "user", "content": typed}])
+        scored = encode_prompt(replace(model, model=scoring), question)
+        assert scored == tokenizer.encode("2+2= 4")

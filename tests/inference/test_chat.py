@@ -192,16 +192,23 @@ def test_prompts_of_a_file_and_of_a_pipe(
     rows: list[dict[str, Any]] = [
         {"prompt": QUESTION},
         {"question": QUESTION, "answer": "6"},
-        {"instruction": "What is 3", "input": "plus 3?"},
+        {"instruction": "What is 3", "input": "plus 3?", "history": [["Hi", "Hello"]]},
         json.loads(make_chat(tmp_path / "chat.jsonl", rows=1).read_text()),
     ]
+    rows[3]["messages"] = json.dumps(rows[3]["messages"])
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     printed = chat(model, "--prompts", file, "--system", "Be brief.", "--json").splitlines()
     asked = [json.loads(line)["messages"] for line in printed]
     system = {"role": "system", "content": "Be brief."}
     contents = [QUESTION, QUESTION, "What is 3\n\nplus 3?", "What is 0 plus 0?"]
-    assert asked == [[system, {"role": "user", "content": content}] for content in contents]
+    expected = [[system, {"role": "user", "content": content}] for content in contents]
+    expected[2][1]["input"] = "plus 3?"  # as training gives it to a template that reads it
+    expected[2][1:1] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+    assert asked == expected
     (answer,) = json.loads(printed[0])["answers"]
     assert answer["is_cut"] is (answer["tokens"] == ENOUGH)
 

@@ -63,6 +63,7 @@ def test_an_8b_keeps_6_of_16_bytes_a_parameter_in_memory() -> None:
         ({}, None, 2, "(2 kept, 1 being written)"),
         ({"keep_best_checkpoint": True}, None, 3, "(3 kept, 1 being written)"),
         ({"keep_every_steps": 100}, 1000, 11, "(11 kept, 1 being written)"),
+        ({"keep_every_steps": 15, "save_steps": 100}, 1000, 5, "(5 kept, 1 being written)"),
         ({"keep_every_steps": 100}, None, 2, "(at least 2 kept, 1 being written)"),
         ({"keep_best_checkpoint": True, "save_total_limit": None}, 9, None, "(all are kept)"),
     ],
@@ -80,6 +81,21 @@ def test_the_disk_has_room_for_the_best_checkpoint_and_for_milestones(
     assert disk.checkpoints_kept == kept
     assert disk.checkpoints == ((kept or 1) + 1) * disk.checkpoint
     assert line in format_storage(disk, plan_host(spec, 0))
+
+
+def test_the_disk_has_room_for_all_checkpoints_where_all_are_kept() -> None:
+    spec = make_spec(LLAMA_31_8B, ranks=8)
+    keys = replace(spec.recipe.checkpoint, save_steps=4, save_total_limit=None)
+    recipe = replace(
+        spec.recipe,
+        checkpoint=keys,
+        optimization=replace(spec.recipe.optimization, max_steps=9),
+        run=replace(spec.recipe.run, eval_steps=3),
+    )
+    best = replace(recipe, checkpoint=replace(keys, keep_best_checkpoint=True))
+    for saver, saves in ((recipe, [4, 8, 9]), (best, [3, 4, 6, 8, 9])):
+        disk = plan_disk(replace(spec, recipe=saver))
+        assert disk.checkpoints == len(saves) * disk.checkpoint
 
 
 def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:

@@ -152,6 +152,21 @@ def test_a_thought_that_does_not_end_is_no_reasoning(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_has_one_name_whatever_a_response_template_calls_it(
+    key: str, tmp_path: Path
+) -> None:
+    """The field is transformers' own, which templates of models write in three ways."""
+    tokenizer, turns = make_turns(tmp_path, "qwen3")
+    fields = dict(turns.response_template["fields"])
+    fields[key] = fields.pop("reasoning_content")
+    renamed = replace(turns, response_template={**turns.response_template, "fields": fields})
+    text = "<think>\nHm.\n</think>\n\n8<|im_end|>"
+    message = renamed.read(tokenizer.encode(text, add_special_tokens=False), {})
+    assert message == {"role": "assistant", "reasoning_content": "Hm.", "content": "8"}
+    assert thinks_first([[message]]) == [1.0]
+
+
 def test_a_tool_is_called_by_the_name_that_the_recipe_gives_it(tmp_path: Path) -> None:
     (tmp_path / "my_tools.py").write_text(FILE + "\n\ntwice = double\n")
     name = f"{tmp_path / 'my_tools.py'}:twice"

@@ -1,5 +1,6 @@
 """A user's own code in a recipe: rows by a function, metrics of answers, callbacks with a state, and what is said of their mistakes."""
 
+import json
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
@@ -408,6 +409,32 @@ def test_what_a_callback_raises_after_a_save_says_that_the_step_is_saved(mine: P
         match=r"Uploads.on_save: ConnectionError: no network \(step 1 is saved\)$",
     ):
         finetune.train(recipe, callbacks=[Uploads()])
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_evaluate", "on_step"])
+def test_a_callback_that_fails_leaves_no_evaluation_out(mine: Path, event: str) -> None:
+    """The resumed run's evaluations and their number without a new minimum are those of a run that did not fail."""
+
+    def fail(at: finetune.Event) -> None:
+        if at.step == 2:
+            raise ConnectionError("no network")
+
+    failing = finetune.Callback()
+    setattr(failing, event, fail)
+    keys = {"max_steps": 3, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    keys |= {"exact_match_samples": 0, "export_at_end": False, "global_batch_size": 2}
+    found = []
+    for folder in ("whole", "resumed"):
+        recipe = read_recipe(mine, output_dir=str(mine / folder), **keys)
+        if folder == "resumed":
+            with pytest.raises(finetune.UserError, match=r"no network \(step 2 is saved\)$"):
+                finetune.train(recipe, callbacks=[failing])
+        result = finetune.train(recipe)
+        losses = {line["step"]: line["eval_loss"] for line in result.metrics if "eval_loss" in line}
+        state = json.loads((result.folder / "checkpoints/step-00000003/state.json").read_text())
+        found.append((losses, state["best_step"], state["best_eval_loss"]))
+    assert found[0] == found[1]
+    assert [*found[0][0]] == [0, 2, 3]
 
 
 @pytest.mark.parametrize(

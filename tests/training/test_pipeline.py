@@ -1,16 +1,23 @@
 """Pipeline parallelism: layers one after another on ranks give the losses, norms, weights and exports of one process."""
 
+import hashlib
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from finetune.config.families import FAMILIES
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.distributed.world import World
+from finetune.training.objectives.objective import SFT
+from finetune.training.step import forward_backward
 from tests.conftest import make_chat, make_model
 from tests.ranks import start_ranks
 from tests.training import reference
@@ -77,6 +84,29 @@ ON_FOUR: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "replicas": ("full", "replicas", (PP, INTERLEAVED, "max_steps=3")),
     "four": ("packed", "full_shard", ("pipeline_parallel_size=4", "export_at_end=False")),
 }
+
+
+def test_each_stage_draws_dropout_masks_of_its_own(
+    tiny_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers of two stages dropped the same activations. A run without stages, and the first of them, draw as before."""
+    recipe = read_recipe(str(tiny_recipe(seed=7)))
+
+    def drop(*_: Any, **__: Any) -> torch.Tensor:
+        return torch.nn.functional.dropout(torch.ones(64))
+
+    def draw(rank: int, stages: int) -> torch.Tensor:
+        layout = Sharding(layout="fsdp2", pipeline_parallel_size=stages)
+        world = World(rank, stages, rank, stages, torch.device("cpu"), layout, cast(Any, None))
+        batch = cast(Any, SimpleNamespace(step=3))
+        return cast(Any, forward_backward(torch.nn.Linear(1, 1), batch, SFT, recipe, world))
+
+    monkeypatch.setattr("finetune.training.step.accumulate_gradients", drop)
+    first, second = draw(0, stages=2), draw(1, stages=2)
+    assert not torch.equal(first, second)
+    seed = hashlib.sha256(b"7/3/0").digest()[:8]  # of the step and the tensor-parallel group
+    torch.manual_seed(int.from_bytes(seed, "little") >> 1)
+    assert torch.equal(drop(), draw(0, stages=1)) and torch.equal(first, draw(0, stages=1))
 
 
 @pytest.fixture(scope="module")
