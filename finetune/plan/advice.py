@@ -11,6 +11,7 @@ from itertools import combinations
 from math import gcd, prod
 from typing import Any
 
+from finetune.config.compatibility import find_recipe_problems
 from finetune.config.layout import DIVISIONS, UNDIVIDED
 from finetune.config.optimization import list_smaller
 from finetune.plan.peaks import find_peak
@@ -95,10 +96,13 @@ NeedAfter = Callable[[Sequence[Change]], Need]  # the need of a run after change
 
 def is_supported(changed: RunSpec, original: RunSpec) -> bool:
     """Whether no rule refuses `changed`, besides rules that refuse the `original` run already."""
-    known_rules = {problem.rule for problem in original.find_problems()}
-    return all(
-        problem.is_note or problem.rule in known_rules for problem in changed.find_problems()
-    )
+    return _list_refusing_rules(changed) <= _list_refusing_rules(original)
+
+
+def _list_refusing_rules(spec: RunSpec) -> set[str]:
+    """Lists the names of the rules that refuse the run, those for a recipe's file included."""
+    problems = [*spec.find_problems(), *find_recipe_problems(spec.recipe, unusable=())]
+    return {problem.rule for problem in problems if not problem.is_note}
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:

@@ -9,6 +9,7 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
+from finetune.config.schema import Model
 from finetune.plan.advice import Room, advise, apply_changes, describe_changes, list_changes
 from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import plan_host
@@ -311,6 +312,19 @@ def test_a_shipped_file_is_planned_as_it_reads() -> None:
             read = read_sharding(change.accelerate_config, None, {"WORLD_SIZE": str(ranks)})
             changed = change.apply(planned).sharding
             assert replace(changed, source=read.source) == read, change
+
+
+def test_adapters_are_not_suggested_where_there_is_nothing_to_adapt() -> None:
+    """Random weights, and a checkpoint whose vision tower is dropped."""
+    planned = make_spec(LLAMA_31_8B, ranks=1)
+    for keys, suggested in (
+        ({"model_name_or_path": "a/b"}, True),
+        ({"model_config": LLAMA_31_8B}, False),
+        ({"model_name_or_path": "a/b", "drop_vision": True}, False),
+    ):
+        recipe = replace(planned.recipe, model=Model(**keys))  # type: ignore[arg-type]
+        changes = list_changes(replace(planned, recipe=recipe))
+        assert any("use_peft" in each.text for each in changes) == suggested, keys
 
 
 def test_offload_is_in_the_time_of_a_step() -> None:
