@@ -209,6 +209,13 @@ def test_what_is_assumed_or_guessed_says_so(
     assert steps == round(
         2 * (text // 4) / (4 * 64)
     )  # two epochs of 4 bytes a token, the punctuation of JSON left out
+    # rows of one example each: the size of a file does not say how many there are
+    for alone in (
+        ["packing=false"],
+        ["method=grpo", "rewards=[length]", "num_generations=2", "max_completion_length=16"],
+    ):
+        found = json.loads(_plan("--recipe", recipe, "--json", *alone)[1])["time"]
+        assert found["steps"] is None
     _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8", "max_steps=7")
     assert "; 7 steps\n" in shown
 
