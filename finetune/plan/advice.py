@@ -70,6 +70,7 @@ class Need:
     host: int
     disk: int
     is_on_cpu: bool = False  # the CPU computes
+    keeps_more: bool = False  # `Disk.keeps_more`: `disk` is not all
 
     def fits_memory(self, room: Room) -> bool:
         """Whether device and host memory are large enough, as far as they are known."""
@@ -83,11 +84,13 @@ class Need:
 def count_need(spec: RunSpec) -> Need:
     """Counts the bytes that the run needs of a GPU, of a node's memory, and of the disk."""
     peak = find_peak(spec).total
+    disk = plan_disk(spec)
     return Need(
         device=peak,
         host=plan_host(spec, peak).total,
-        disk=plan_disk(spec).total,
+        disk=disk.total,
         is_on_cpu=spec.device == "cpu",
+        keeps_more=disk.keeps_more,
     )
 
 

@@ -332,8 +332,8 @@ def to_dict(
     """Converts the plan to JSON values; memory is in bytes and time in seconds.
 
     With `advice`, the result has `fits` and `changes`. `fits` is false if a known part of the room
-    is too small. It is true if all parts are known and large enough, and null if one is unknown or
-    activations are not counted.
+    is too small. It is true if all parts are known and large enough, and null if one is unknown, or
+    if activations or some checkpoints are not counted.
 
     `has_config`: as in `describe_changes`.
     """
@@ -365,8 +365,9 @@ def to_dict(
         },
     }
     if advice is not None:
-        is_known = room is not None and room.is_known and not spec.uncounted
-        if is_known or not advice.fits:
+        is_known = room is not None and room.is_known
+        is_counted = not spec.uncounted and not plan.disk.keeps_more
+        if (is_known and is_counted) or not advice.fits:
             content["fits"] = advice.fits
         else:
             content["fits"] = None

@@ -575,7 +575,7 @@ class Disk:
     # exported weights of the step before
     rollouts: int = 0
     other_adapters: int = 0  # of all that the recipe's other adapters write
-    # more checkpoints are kept than are counted: their number depends on the unknown last step
+    # more checkpoints are kept than are counted: their number depends on unknown steps
     keeps_more: bool = False
 
     @property
@@ -634,7 +634,7 @@ def plan_disk(spec: RunSpec) -> Disk:
         checkpoints_kept=kept,
         checkpoints=checkpoint * counted,
         other_adapters=spec.other_adapters_bytes,
-        keeps_more=keys.keep_every_steps is not None and steps is None,
+        keeps_more=_keeps_unknown_steps(spec.recipe, kept),
     )
     if keys.export_at_end:
         itemsize = ITEMSIZE[keys.export_dtype or spec.base_dtype]
@@ -652,6 +652,21 @@ def plan_disk(spec: RunSpec) -> Disk:
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
     """Bytes of the exports in all `export_formats`; `itemsize`: bytes of an unquantized element.
+def _keeps_unknown_steps(recipe: Recipe, kept: int | None) -> bool:
+    """Whether the number of checkpoints that the run keeps depends on steps that are not known.
+
+    `kept`: how many are kept; None: all.
+    """
+    keys = recipe.checkpoint
+    steps_are_known = recipe.optimization.max_steps is not None
+    if kept is not None:
+        return keys.keep_every_steps is not None and not steps_are_known
+    saves_by_epoch = keys.save_strategy == "epoch"
+    if keys.keep_best_checkpoint:
+        saves_by_epoch |= recipe.run.eval_strategy == "epoch"
+    return saves_by_epoch or not steps_are_known
+
+
 
     Layers for multi-token prediction are carried over from the base's files, except into GGUF, or
     if the model starts from no files.

@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from finetune.checkpoint.shards import allocate_on_host
 from finetune.config.schema import Checkpoint, Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
-from finetune.plan.advice import list_changes
+from finetune.plan.advice import Room, advise, list_changes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
 from finetune.plan.speed import estimate_speed
-from finetune.plan.table import format_speed, format_storage
+from finetune.plan.table import format_advice, format_speed, format_storage
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 
 PARAMETERS = 8_030_261_248  # of Llama 3.1 8B, by its model card
@@ -96,6 +96,32 @@ def test_the_disk_has_room_for_all_checkpoints_where_all_are_kept() -> None:
     for saver, saves in ((recipe, [4, 8, 9]), (best, [3, 4, 6, 8, 9])):
         disk = plan_disk(replace(spec, recipe=saver))
         assert disk.checkpoints == len(saves) * disk.checkpoint
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "limit", "keys", "is_whole"),
+    [
+        (9, None, {"save_steps": 4}, True),
+        (None, None, {"save_steps": 4}, False),
+        (9, None, {"save_strategy": "epoch"}, False),
+        (None, 2, {"save_steps": 4}, True),
+        (None, 2, {"save_steps": 4, "keep_every_steps": 8}, False),
+    ],
+)
+def test_a_run_fits_only_if_the_number_of_its_checkpoints_is_known(
+    max_steps: int | None, limit: int | None, keys: dict[str, Any], is_whole: bool
+) -> None:
+    spec = make_spec(LLAMA_31_8B, ranks=8)
+    recipe = replace(
+        spec.recipe,
+        checkpoint=Checkpoint(save_total_limit=limit, **keys),
+        optimization=replace(spec.recipe.optimization, max_steps=max_steps),
+    )
+    room = Room(10**12, 10**13, 10**15)
+    advice = advise(replace(spec, recipe=recipe), room)
+    said = format_advice(advice, room, "", has_config=False, uncounted=False)
+    assert said.startswith("fits" if is_whole else "requires")
+    assert said.endswith("GiB of disk" if is_whole else "GiB of disk or more")
 
 
 def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:
