@@ -111,6 +111,8 @@ ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 EXPERT_RANK_MULTIPLE = 8
 ADAPTER_NAME = "default"  # peft's name for the adapter; there is never another
 # Free bytes that an export leaves for what it writes besides weights (tokenizer, index, card).
+# a rank that holds so many bytes of a teacher's likeliest tokens writes them (`distill_top_k`)
+STORED_PIECE_BYTES = 256 << 20
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 FP32 = 4  # the bytes of a number in fp32

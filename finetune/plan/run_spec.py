@@ -25,7 +25,7 @@ from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
 from finetune.config.schema import Model, Quantization, Recipe, compute_global_batch_size
-from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS, ceil_div
+from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS, STORED_PIECE_BYTES, ceil_div
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
@@ -44,6 +44,7 @@ PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # a row. Measured, less the planned tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16
 # steps of up to 4,096 tokens (benchmarks/speed.py).
 CPU_PROCESS_BYTES = 1 << 30
+INT32 = 4  # bytes of a token's id in the files of a stored teacher
 EXPORT_SHARD_BYTES = 5 * 10**9  # the default of finetune export --max-shard-size
 
 
@@ -594,6 +595,7 @@ class Host:
     saving: int  # the copy of the state from which a checkpoint is written during training
     export: int  # one output file and one tensor, on the first rank
     buffers: int = 0  # with a GPU: the buffers through which optimizer state in files passes
+    teacher: int = 0  # before training: its likeliest tokens that are not yet written
 
     @property
     def total(self) -> int:
@@ -602,7 +604,7 @@ class Host:
             + self.offloaded
             + self.activations
             + self.buffers
-            + max(self.saving, self.export)
+            + max(self.saving, self.export, self.teacher)
         )
 
 
@@ -650,8 +652,6 @@ def plan_disk(spec: RunSpec) -> Disk:
     return disk
 
 
-def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
-    """Bytes of the exports in all `export_formats`; `itemsize`: bytes of an unquantized element.
 def _keeps_unknown_steps(recipe: Recipe, kept: int | None) -> bool:
     """Whether the number of checkpoints that the run keeps depends on steps that are not known.
 
@@ -667,6 +667,8 @@ def _keeps_unknown_steps(recipe: Recipe, kept: int | None) -> bool:
     return saves_by_epoch or not steps_are_known
 
 
+def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
+    """Bytes of the exports in all `export_formats`; `itemsize`: bytes of an unquantized element.
 
     Layers for multi-token prediction are carried over from the base's files, except into GGUF, or
     if the model starts from no files.
@@ -734,7 +736,20 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
         saving=int(_count_copied(spec, trained, state, frozen) * min(share, 1)),
         export=exported,
         buffers=buffers,
+        teacher=ranks * _count_unwritten(spec),
     )
+
+
+def _count_unwritten(spec: RunSpec) -> int:
+    """Bytes of the teacher's likeliest tokens that a rank holds before it writes them, at most.
+
+    A rank writes once it has STORED_PIECE_BYTES, after a step. 0 without `distill_top_k`.
+    """
+    top_k = spec.recipe.method.distill_top_k
+    if top_k is None:
+        return 0
+    token_bytes = INT32 * top_k + FP32 * (top_k + 1)  # ids, and scores with that of all others
+    return STORED_PIECE_BYTES + spec.accumulation * spec.tokens * token_bytes
 
 
 def _count_copied(spec: RunSpec, trained: Sequence[StateTensor], state: int, frozen: int) -> int:
