@@ -18,6 +18,10 @@ IGNORE_INDEX = -100
 # them; on a GPU, the allocator has no block of that size.
 ROUND_TOKENS = 64
 CONTRASTED_QUERIES = 1024  # the cosines of this many queries with all documents are held at once
+# Held-out prompts are answered this many at once, or as many as have so many tokens with their
+# answers.
+ANSWERS_AT_ONCE = 64
+ANSWERED_TOKENS = 16_384
 PROMPTS_AT_ONCE = 16  # this many prompts are read together, before completions are sampled
 
 # The borders of the histogram of sampled tokens' probability ratios, and for each of its bins the
@@ -111,6 +115,8 @@ ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 EXPERT_RANK_MULTIPLE = 8
 ADAPTER_NAME = "default"  # peft's name for the adapter; there is never another
 # Free bytes that an export leaves for what it writes besides weights (tokenizer, index, card).
+# a rank that holds so many bytes of a teacher's likeliest tokens writes them (`distill_top_k`)
+STORED_PIECE_BYTES = 256 << 20
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 FP32 = 4  # the bytes of a number in fp32

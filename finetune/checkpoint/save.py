@@ -107,11 +107,7 @@ class Saver:
         self.world = world
         self.recipe = recipe
         self.inputs = inputs or {}
-        # An async save of an offloaded optimizer would need twice the state's memory on the host.
-        is_offloaded = recipe.optimization.optim_offload != "none"
-        self.is_async = world.device.type == "cuda" and not is_offloaded
-        if recipe.checkpoint.async_save is not None:
-            self.is_async = recipe.checkpoint.async_save
+        self.is_async = recipe.saves_async(world.device.type)
         group = None  # the save's thread needs a group of its own
         if dist.is_initialized():
             group = dist.new_group(backend="gloo", timeout=world.collective_timeout)

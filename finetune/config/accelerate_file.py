@@ -610,6 +610,9 @@ def _interpret(settings: Settings) -> Sharding:
         asked=settings.asked,
         places=settings.places,
     )
+    if sharding.cpu_offload and not sharding.is_fsdp:
+        text = "fsdp_offload_params: needs FSDP; set distributed_type: FSDP, or remove the key"
+        reader.add_problem("offload_params", text)
     if layout == "fsdp2" and sharding.forward_prefetch:
         text = "fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
         reader.add_problem("forward_prefetch", text)

@@ -141,7 +141,7 @@ POSSIBLE: tuple[Rule, ...] = (
         "dp_replicate_size",
         when=lambda c: c.layout.strategy == "HYBRID_SHARD" and c.ranks == 1,
         message="hybrid sharding needs at least 2 ranks, but 1 was launched",
-        advice="use fsdp_full_shard",
+        advice="use fsdp_full_shard_auto",
     ),
     layout_rule(
         "sizes of the mesh",
@@ -201,7 +201,7 @@ RULES: tuple[Rule, ...] = (
             "expert_parallel_size: {layout.expert_parallel_size} requires FSDP2, and "
             "{layout.source} is another layout"
         ),
-        advice="use fsdp_full_shard, or set expert_parallel_size: 1",
+        advice="use fsdp_full_shard_auto, or set expert_parallel_size: 1",
         fix={"expert_parallel_size": 1},
     ),
     layout_rule(
@@ -226,7 +226,7 @@ RULES: tuple[Rule, ...] = (
             "pipeline_parallel_size: {layout.pipeline_parallel_size} requires FSDP2, and "
             "{layout.source} is another layout"
         ),
-        advice="use fsdp_full_shard, or set pipeline_parallel_size: 1",
+        advice="use fsdp_full_shard_auto, or set pipeline_parallel_size: 1",
         fix=NO_PIPELINE,
     ),
     layout_rule(
@@ -311,6 +311,6 @@ RULES: tuple[Rule, ...] = (
             "optim_offload: nvme requires FSDP2, for one rank too, and {layout.source} is another "
             "layout"
         ),
-        advice="use fsdp_full_shard, or remove optim_offload",
+        advice="use fsdp_full_shard_auto, or remove optim_offload",
     ),
 )

@@ -111,7 +111,7 @@ QUANTIZED = (
     "true in 8"
 )
 RECOMPUTED = (
-    "no such key; accelerate_config: fsdp_full_shard recomputes activations, or under DDP "
+    "no such key; accelerate_config: fsdp_full_shard_auto recomputes activations, or under DDP "
     "ddp_checkpointing; in an Accelerate file of your own it is fsdp_activation_checkpointing: true"
 )
 ATTENTION = (
@@ -187,7 +187,10 @@ MEANT: Mapping[str, tuple[str, str]] = {
         "",
         "no such key: HF_TOKEN in the environment, or `hf auth login`, opens gated models",
     ),
-    "precision": ("", f"no such key: {PRECISION}, as accelerate_config: fsdp_full_shard has it"),
+    "precision": (
+        "",
+        f"no such key: {PRECISION}, as accelerate_config: fsdp_full_shard_auto has it",
+    ),
     "reward_model": (
         "rewards",
         "no such key; here it is rewards, such as [my_rewards.py:right], which may ask a model",

@@ -848,6 +848,16 @@ class Recipe:
         """The run's folder: `output_dir`, else runs/<name>."""
         return Path(self.run.output_dir or Path("runs") / self.name)
 
+    def saves_async(self, device: str) -> bool:
+        """Whether checkpoints are written in the background; `device`: cuda or cpu.
+
+        The default is true on a GPU. Optimizer state that is in files already would need twice its
+        memory on the host for that, so the default is false with it.
+        """
+        if self.checkpoint.async_save is not None:
+            return self.checkpoint.async_save
+        return device == "cuda" and self.optimization.optim_offload == "none"
+
     def list_saves(self, steps: int, steps_per_epoch: int | None) -> set[int]:
         """Lists the steps after which a run of `steps` steps may save without a signal.
 

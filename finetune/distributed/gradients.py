@@ -96,7 +96,7 @@ def refuse_missing_gradients(model: nn.Module) -> None:
     if missing:
         raise UserError(
             f"DDP waits for the gradient of each trained weight, and {len(missing)} got none in "
-            f"this step, {missing[0]} the first; choose fsdp_full_shard.yaml, or freeze them "
+            f"this step, {missing[0]} the first; choose fsdp_full_shard_auto.yaml, or freeze them "
             "(frozen_modules)"
         )
 

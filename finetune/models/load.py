@@ -248,7 +248,7 @@ def _refuse_decay(model: nn.Module, unread: Set[str], source: str) -> None:
     if decayed:
         raise UserError(
             f"{source}: FSDP1 would decay weights that a short text does not reach, "
-            f"{decayed[0]} the first; choose fsdp_full_shard.yaml, or set weight_decay: 0"
+            f"{decayed[0]} the first; choose fsdp_full_shard_auto.yaml, or set weight_decay: 0"
         )
 
 

@@ -11,6 +11,7 @@ from itertools import combinations
 from math import gcd, prod
 from typing import Any
 
+from finetune.config.compatibility import find_recipe_problems
 from finetune.config.layout import DIVISIONS, UNDIVIDED
 from finetune.config.optimization import list_smaller
 from finetune.plan.peaks import find_peak
@@ -69,6 +70,7 @@ class Need:
     host: int
     disk: int
     is_on_cpu: bool = False  # the CPU computes
+    keeps_more: bool = False  # `Disk.keeps_more`: `disk` is not all
 
     def fits_memory(self, room: Room) -> bool:
         """Whether device and host memory are large enough, as far as they are known."""
@@ -82,11 +84,13 @@ class Need:
 def count_need(spec: RunSpec) -> Need:
     """Counts the bytes that the run needs of a GPU, of a node's memory, and of the disk."""
     peak = find_peak(spec).total
+    disk = plan_disk(spec)
     return Need(
         device=peak,
         host=plan_host(spec, peak).total,
-        disk=plan_disk(spec).total,
+        disk=disk.total,
         is_on_cpu=spec.device == "cpu",
+        keeps_more=disk.keeps_more,
     )
 
 
@@ -95,10 +99,13 @@ NeedAfter = Callable[[Sequence[Change]], Need]  # the need of a run after change
 
 def is_supported(changed: RunSpec, original: RunSpec) -> bool:
     """Whether no rule refuses `changed`, besides rules that refuse the `original` run already."""
-    known_rules = {problem.rule for problem in original.find_problems()}
-    return all(
-        problem.is_note or problem.rule in known_rules for problem in changed.find_problems()
-    )
+    return _list_refusing_rules(changed) <= _list_refusing_rules(original)
+
+
+def _list_refusing_rules(spec: RunSpec) -> set[str]:
+    """Lists the names of the rules that refuse the run, those for a recipe's file included."""
+    problems = [*spec.find_problems(), *find_recipe_problems(spec.recipe, unusable=())]
+    return {problem.rule for problem in problems if not problem.is_note}
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
@@ -229,14 +236,14 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
         if sharding.is_fsdp:
             yield Change("fsdp_activation_checkpointing: true", cost, checkpoint, is_in_file=True)
         elif sharding.layout == "ddp":
-            checkpoint = _set_sharding(activation_checkpointing=True, **SHIPPED_PRECISION)
+            checkpoint = _set_sharding(activation_checkpointing=True, **SHIPPED)
             yield Change("accelerate_config=ddp_checkpointing", cost, checkpoint)
         else:
-            yield Change("accelerate_config=fsdp_full_shard", cost, _shard_fully)
+            yield Change("accelerate_config=fsdp_full_shard_auto", cost, _shard_fully)
     if sharding.ranks_per_batch == 1 and (
         spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"
     ):
-        yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
+        yield Change("accelerate_config=fsdp_full_shard_auto", "more communication", _shard_fully)
     if architecture.mixture is not None:
         size = gcd(architecture.mixture.experts, spec.shards, spec.ranks_per_node)
         if size > sharding.expert_parallel_size:
@@ -374,14 +381,14 @@ def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
     return apply
 
 
-# the precision that every file in accelerate_configs/ sets
-SHIPPED_PRECISION: Mapping[str, Any] = {"mixed_precision": "bf16", "fp8": None}
+# what the files in accelerate_configs/ that are suggested have in common
+SHIPPED: Mapping[str, Any] = {"mixed_precision": "bf16", "fp8": None, "wrap_classes": ()}
 
 
 def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
-    """Sets a run's layout to that of the shipped fsdp_full_shard.yaml, changed by `keys`."""
+    """Sets a run's layout to that of the shipped fsdp_full_shard_auto.yaml, changed by `keys`."""
     shipped: dict[str, Any] = {
-        **SHIPPED_PRECISION,
+        **SHIPPED,
         "layout": "fsdp2",
         "strategy": "FULL_SHARD",
         "wrapping": "TRANSFORMER_BASED_WRAP",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
-from finetune.constants import FP32, PROMPTS_AT_ONCE, ceil_div
+from finetune.constants import ANSWERED_TOKENS, ANSWERS_AT_ONCE, FP32, PROMPTS_AT_ONCE, ceil_div
 from finetune.plan.activations import evaluation_bytes, mask_bytes
 from finetune.plan.loss_memory import (
     cast_head_bytes,
@@ -60,6 +60,36 @@ def held_out_rollout_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapsh
     else:
         completions = ceil_div(held_out, spec.data_ranks)
     yield from _sampling_points(spec, at_rest, completions, of_a_prompt=1)
+
+
+def answer_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """Yields the point at which prompts are answered (`exact_match_samples`, `sample_prompts`).
+
+    The lengths of prompts and answers are not known: with its answer of up to twice the expected
+    one's length, a prompt has at most twice the tokens of an example.
+    """
+    run = spec.recipe.run
+    prompts = max(run.exact_match_samples, len(run.sample_prompts))
+    if prompts == 0:
+        return
+    groups = spec.ranks // (spec.stages * spec.tensor_ranks)
+    rows = min(ceil_div(prompts, groups), ANSWERS_AT_ONCE)
+    longest = spec.recipe.data.max_length
+    read = min(rows * longest, max(ANSWERED_TOKENS, longest))
+    row_tokens = 2 * longest + 2
+    cached = min(rows * row_tokens, max(ANSWERED_TOKENS, row_tokens))
+    forward = plan_forward(spec, at_rest, "prompts answered", read)
+    # a mask [tokens, tokens] of each prompt as bools, and as numbers added to the scores
+    masks = read * longest * (1 + spec.computation.itemsize)
+    cache = kv_cache_bytes(spec, cached)
+    # a layer's cache is copied into a longer one for each token
+    growing = 2 * cache // spec.computed.layers
+    yield replace(
+        forward,
+        activations=forward.activations + masks + cache + growing,
+        # the logits, their copy in fp32, and what choosing a token makes of them
+        loss=4 * rows * spec.computed.vocabulary * FP32,
+    )
 
 
 def _sampling_points(

@@ -13,6 +13,7 @@ from finetune.constants import FP32
 from finetune.errors import UserError
 from finetune.plan.backward_memory import kept_for_backward, sharded_points, unsharded_points
 from finetune.plan.forward_memory import (
+    answer_points,
     dequantized_bytes,
     held_out_rollout_points,
     plan_forward,
@@ -149,7 +150,7 @@ def _list_evaluation_points(spec: RunSpec, at_rest: Snapshot) -> list[Snapshot]:
 
     A method that samples measures the rewards of held-out prompts. Any other computes the loss of a
     held-out batch, after the teacher's forward if there is a teacher; an embedding method then
-    compares its vectors.
+    compares its vectors. Prompts are answered last.
     """
     if spec.recipe.method_facts.samples:
         sampling = held_out_rollout_points(spec, at_rest)
@@ -160,7 +161,7 @@ def _list_evaluation_points(spec: RunSpec, at_rest: Snapshot) -> list[Snapshot]:
     held_out = plan_forward(spec, at_rest, "a held-out batch", tokens)
     # A number of queries that is not known counts as 0, which the plan's notes say.
     vectors = vector_points(spec, at_rest, held_out, count_held_out(spec) or 0)
-    return [*teacher, held_out, *vectors]
+    return [*teacher, held_out, *vectors, *answer_points(spec, at_rest)]
 
 
 def _plan_teacher(spec: RunSpec) -> Phase:

@@ -22,8 +22,8 @@ from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_stored_quantization
 from finetune.config.reader import read_recipe, split_adapters
-from finetune.config.schema import Model, Recipe
-from finetune.constants import ITEMSIZE, find_positions, grow_rows
+from finetune.config.schema import Method, Model, Recipe
+from finetune.constants import ITEMSIZE, find_positions, grow_rows, round_up
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
 from finetune.plan.architecture import (
@@ -335,8 +335,8 @@ def to_dict(
     """Converts the plan to JSON values; memory is in bytes and time in seconds.
 
     With `advice`, the result has `fits` and `changes`. `fits` is false if a known part of the room
-    is too small. It is true if all parts are known and large enough, and null if one is unknown or
-    activations are not counted.
+    is too small. It is true if all parts are known and large enough, and null if one is unknown, or
+    if activations or some checkpoints are not counted.
 
     `has_config`: as in `describe_changes`.
     """
@@ -368,8 +368,9 @@ def to_dict(
         },
     }
     if advice is not None:
-        is_known = room is not None and room.is_known and not spec.uncounted
-        if is_known or not advice.fits:
+        is_known = room is not None and room.is_known
+        is_counted = not spec.uncounted and not plan.disk.keeps_more
+        if (is_known and is_counted) or not advice.fits:
             content["fits"] = advice.fits
         else:
             content["fits"] = None
@@ -464,7 +465,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
     heaviest = max(plans, key=lambda plan: plan.peak_bytes)
     if len(plans) > 1 and not arguments.json:
         print(_describe_adapters(plans, heaviest))
-    return _show(heaviest, room, arguments)
+    others = sum(plan.disk.total for plan in plans) - heaviest.disk.total
+    spec = replace(heaviest.spec, other_adapters_bytes=others)
+    return _show(replace(heaviest, spec=spec, disk=plan_disk(spec)), room, arguments)
 
 
 def _describe_adapters(plans: Sequence[Plan], heaviest: Plan) -> str:
@@ -559,10 +562,12 @@ def _read_size(flag: str, text: str) -> int:
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
     """Assumes a number of ranks, for a plan without --num-processes.
 
-    It is the size of the mesh in the Accelerate file. Without a mesh it is 1 for a single process,
-    else 8, the GPUs of a usual node.
+    It is the size of the mesh in the Accelerate file, times the stages of a pipeline. Without a
+    mesh it is 1 for a single process, else 8, the GPUs of a usual node, or as many more as the
+    recipe's groups of ranks require.
     """
     sharding = read_sharding(config, recipe.run.accelerate_config, {})
+    sharding = with_recipe_keys(sharding, recipe)
     if sharding.mesh_sizes is not None:
-        return prod(sharding.mesh_sizes.values())
-    return 1 if sharding.layout == "single" else 8
+        return prod(sharding.mesh_sizes.values()) * sharding.pipeline_parallel_size
+    return 1 if sharding.layout == "single" else round_up(8, sharding.smallest_world)

@@ -25,7 +25,7 @@ from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
 from finetune.config.schema import Model, Quantization, Recipe, compute_global_batch_size
-from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS, ceil_div
+from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS, STORED_PIECE_BYTES, ceil_div
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
@@ -44,6 +44,7 @@ PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # a row. Measured, less the planned tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16
 # steps of up to 4,096 tokens (benchmarks/speed.py).
 CPU_PROCESS_BYTES = 1 << 30
+INT32 = 4  # bytes of a token's id in the files of a stored teacher
 EXPORT_SHARD_BYTES = 5 * 10**9  # the default of finetune export --max-shard-size
 
 
@@ -84,6 +85,7 @@ class RunSpec:
     base_dtype: str = "bfloat16"  # the dtype of the base's files
     # the model_type of the whole model if rows hold images; None if they do not
     images: str | None = None
+    other_adapters_bytes: int = 0  # what the recipe's other adapters write to the disk
 
     def find_problems(self) -> list[Problem]:
         """Finds the problems that keep the run from starting, as far as a plan knows, and notes."""
@@ -577,12 +579,14 @@ class Disk:
     # of the weights for a server that samples: the ranks' shards, the exported weights, and the
     # exported weights of the step before
     rollouts: int = 0
-    # more checkpoints are kept than are counted: their number depends on the unknown last step
+    other_adapters: int = 0  # of all that the recipe's other adapters write
+    # more checkpoints are kept than are counted: their number depends on unknown steps
     keeps_more: bool = False
 
     @property
     def total(self) -> int:
-        return self.checkpoints + self.export + self.adapter + self.rollouts
+        own = self.checkpoints + self.export + self.adapter + self.rollouts
+        return own + self.other_adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -595,6 +599,7 @@ class Host:
     saving: int  # the copy of the state from which a checkpoint is written during training
     export: int  # one output file and one tensor, on the first rank
     buffers: int = 0  # with a GPU: the buffers through which optimizer state in files passes
+    teacher: int = 0  # before training: its likeliest tokens that are not yet written
 
     @property
     def total(self) -> int:
@@ -603,7 +608,7 @@ class Host:
             + self.offloaded
             + self.activations
             + self.buffers
-            + max(self.saving, self.export)
+            + max(self.saving, self.export, self.teacher)
         )
 
 
@@ -634,7 +639,8 @@ def plan_disk(spec: RunSpec) -> Disk:
         checkpoint=checkpoint,
         checkpoints_kept=kept,
         checkpoints=checkpoint * counted,
-        keeps_more=keys.keep_every_steps is not None and steps is None,
+        other_adapters=spec.other_adapters_bytes,
+        keeps_more=_keeps_unknown_steps(spec.recipe, kept),
     )
     if keys.export_at_end:
         itemsize = ITEMSIZE[keys.export_dtype or spec.base_dtype]
@@ -648,6 +654,21 @@ def plan_disk(spec: RunSpec) -> Disk:
         exported = ITEMSIZE[spec.compute_dtype] * sum(t.numel for t in stored)
         disk = replace(disk, rollouts=weights + 2 * exported)
     return disk
+
+
+def _keeps_unknown_steps(recipe: Recipe, kept: int | None) -> bool:
+    """Whether the number of checkpoints that the run keeps depends on steps that are not known.
+
+    `kept`: how many are kept; None: all.
+    """
+    keys = recipe.checkpoint
+    steps_are_known = recipe.optimization.max_steps is not None
+    if kept is not None:
+        return keys.keep_every_steps is not None and not steps_are_known
+    saves_by_epoch = keys.save_strategy == "epoch"
+    if keys.keep_best_checkpoint:
+        saves_by_epoch |= recipe.run.eval_strategy == "epoch"
+    return saves_by_epoch or not steps_are_known
 
 
 def _exported_bytes(spec: RunSpec, itemsize: int) -> int:
@@ -705,10 +726,6 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
         gradients = _count_bytes(trained)
         teacher = _count_bytes(spec.teacher_tensors)
         offloaded = int((state + frozen + gradients + teacher) * share)
-    saving = 0
-    if optimizer_file is None and not on_cpu:
-        saved = state if spec.recipe.lora.use_peft else state + frozen
-        saving = int(saved * min(share, 1))
     buffers = 0
     if optimizer_file is not None and not on_cpu:
         buffers = 2 * optimizer_file.buffer * ranks
@@ -720,10 +737,45 @@ def plan_host(spec: RunSpec, peak_bytes: int) -> Host:
         processes=ranks * process,
         offloaded=offloaded,
         activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
-        saving=saving,
+        saving=int(_count_copied(spec, trained, state, frozen) * min(share, 1)),
         export=exported,
         buffers=buffers,
+        teacher=ranks * _count_unwritten(spec),
     )
+
+
+def _count_unwritten(spec: RunSpec) -> int:
+    """Bytes of the teacher's likeliest tokens that a rank holds before it writes them, at most.
+
+    A rank writes once it has STORED_PIECE_BYTES, after a step. 0 without `distill_top_k`.
+    """
+    top_k = spec.recipe.method.distill_top_k
+    if top_k is None:
+        return 0
+    token_bytes = INT32 * top_k + FP32 * (top_k + 1)  # ids, and scores with that of all others
+    return STORED_PIECE_BYTES + spec.accumulation * spec.tokens * token_bytes
+
+
+def _count_copied(spec: RunSpec, trained: Sequence[StateTensor], state: int, frozen: int) -> int:
+    """Bytes that all ranks copy to host memory at once while a checkpoint is written.
+
+    An async save copies all that the checkpoint holds. Any other save copies one tensor of the
+    model and one of the optimizer at a time, in fp32 at most. On a CPU, or if the optimizer's state
+    is in files, it writes them from where they are.
+
+    Args:
+        spec: The run.
+        trained: The trained parameters.
+        state: Bytes of the trained parameters and their optimizer state.
+        frozen: Bytes of the frozen parameters.
+    """
+    has_adapters = spec.recipe.lora.use_peft
+    if spec.recipe.saves_async(spec.device):
+        return state if has_adapters else state + frozen
+    if spec.device == "cpu" or spec.optimizer_file() is not None:
+        return 0
+    saved = trained if has_adapters else spec.tensors
+    return 2 * FP32 * max(tensor.numel for tensor in saved)
 
 
 def _count_saved_state(spec: RunSpec, trained: Sequence[StateTensor]) -> int:

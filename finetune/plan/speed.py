@@ -537,11 +537,17 @@ def _estimate_reference(
 
 
 def _estimate_steps(spec: RunSpec) -> tuple[int | None, int | None]:
-    """Estimates (tokens of an epoch, steps of the run); None for one that is not known."""
+    """Estimates (tokens of an epoch, steps of the run); None for one that is not known.
+
+    A file's size says how many full rows its text fills, but not how many rows it has. So the
+    steps are not known where a row holds one example, nor an epoch's tokens where they are sampled.
+    """
     optimization = spec.recipe.optimization
-    tokens = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows)
     steps = optimization.max_steps
-    if steps is None and tokens is not None:
+    if spec.recipe.method_facts.samples:
+        return None, steps
+    tokens = estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows)
+    if steps is None and tokens is not None and spec.recipe.data.packing:
         passes = optimization.num_train_epochs * spec.recipe.rollout.num_iterations
         steps = max(1, round(tokens / spec.tokens_per_step * passes))
     return tokens, steps

@@ -427,6 +427,7 @@ def format_storage(disk: Disk, host: Host) -> str:
         kept = f"{at_least}{disk.checkpoints_kept} kept, 1 being written"
     adapter = f", adapter {gib(disk.adapter)}" if disk.adapter else ""
     adapter += f", weights for the server {gib(disk.rollouts)}" if disk.rollouts else ""
+    adapter += f", other adapters {gib(disk.other_adapters)}" if disk.other_adapters else ""
     lines = [
         f"disk       {gib(disk.total)} GiB: checkpoints {gib(disk.checkpoint)} each ({kept}), "
         f"export {gib(disk.export)}{adapter}"
@@ -462,7 +463,7 @@ def format_advice(
         uncounted: Activations are not counted, so that nobody knows whether the run fits.
     """
     if advice.fits:
-        if room.is_known and not uncounted:
+        if room.is_known and not uncounted and not advice.need.keeps_more:
             label = "fits       "
         else:
             label = "requires   "
@@ -507,7 +508,7 @@ def compare_need(need: Need, room: Room) -> str:
     parts = (
         (need.device, room.device, "of CPU memory" if need.is_on_cpu else "on each GPU"),
         (need.host, room.host, "of host memory"),
-        (need.disk, room.disk, "of disk"),
+        (need.disk, room.disk, "of disk or more" if need.keeps_more else "of disk"),
     )
     texts = []
     for needed, available, name in parts:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from finetune.checkpoint.manifest import Progress
-from finetune.constants import round_up
+from finetune.constants import ANSWERED_TOKENS, ANSWERS_AT_ONCE, round_up
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
@@ -299,10 +299,11 @@ def answer(
     # would use those of its longest row, or if cross attention reads the images of a single prompt.
     if depends_on_length(model) or reads_across(unwrap(model)):
         batches = [[prompt] for prompt in own]
-    elif own:
-        batches = [own]
+    elif any(prompt.images for prompt in prompts):
+        batches = [own]  # so that some have images on every rank
     else:
-        batches = []
+        size = _count_at_once(prompts, tokenizer, generation)
+        batches = [own[start : start + size] for start in range(0, len(own), size)]
     have_images = [any(prompt.images for prompt in batch) for batch in batches]
     if world.sharding.is_fsdp and any(flags != have_images for flags in world.gather(have_images)):
         raise UserError(
@@ -318,6 +319,16 @@ def answer(
     ranks_per_group = world.stage_size // groups
     by_group = by_rank[::ranks_per_group][:groups]
     return [Sample(**by_group[i % groups][i // groups]) for i in range(len(prompts))]
+
+
+def _count_at_once(prompts: Sequence[Prompt], tokenizer: Any, generation: Generation) -> int:
+    """Counts the prompts of a batch: at most ANSWERS_AT_ONCE, with at most ANSWERED_TOKENS tokens.
+
+    It is the same on every rank, because all have the same `prompts`; at least 1.
+    """
+    longest = max((len(prompt.prompt_ids) for prompt in prompts), default=0)
+    row_tokens = longest + _count_new_tokens(prompts, tokenizer, generation)
+    return max(1, min(ANSWERS_AT_ONCE, ANSWERED_TOKENS // row_tokens))
 
 
 def _generate(

@@ -276,7 +276,7 @@ MISTAKES = {
     ],
     **{
         f"{name}: true": [
-            f"F:4: {name}: no such key; accelerate_config: fsdp_full_shard recomputes activations, or under DDP "
+            f"F:4: {name}: no such key; accelerate_config: fsdp_full_shard_auto recomputes activations, or under DDP "
             "ddp_checkpointing; in an Accelerate file of your own it is fsdp_activation_checkpointing: true"
         ]
         for name in ("gradient_checkpointing", "use_gradient_checkpointing")

@@ -88,6 +88,11 @@ def test_forward_prefetch_under_version_2(write: Write) -> None:
     assert "FSDP2 has none; remove the key, or set fsdp_version: 1" in said
 
 
+def test_offload_without_fsdp(write: Write) -> None:
+    said = refusal(write(distributed_type="MULTI_GPU", fsdp_config={"fsdp_offload_params": True}))
+    assert said.endswith("needs FSDP; set distributed_type: FSDP, or remove the key")
+
+
 def test_version_1_ignores_reshard_after_forward(write: Write) -> None:
     assert "use fsdp_sharding_strategy" in refusal(
         write(fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": False})

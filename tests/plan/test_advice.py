@@ -12,7 +12,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
-from finetune.config.schema import compute_global_batch_size
+from finetune.config.schema import Model, compute_global_batch_size
 from finetune.plan.advice import Room, advise, apply_changes, describe_changes, list_changes
 from finetune.plan.peaks import find_peak, plan_phases
 from finetune.plan.run_spec import plan_host
@@ -305,17 +305,29 @@ def test_a_change_says_where_it_is_made() -> None:
 def test_a_shipped_file_is_planned_as_it_reads() -> None:
     """Its layout included, which under DDP is that of a file of its own."""
     for layout, ranks, precision in (("ddp", 8, "bf16"), ("ddp", 8, "no"), ("single", 1, "fp16")):
-        planned = make_spec(
-            LLAMA_31_8B, ranks=ranks, sharding=Sharding(layout=layout, mixed_precision=precision)
+        own = Sharding(
+            layout=layout, mixed_precision=precision, wrap_classes=("Qwen3DecoderLayer",)
         )
+        planned = make_spec(LLAMA_31_8B, ranks=ranks, sharding=own)
         changes = [each for each in list_changes(planned) if each.accelerate_config is not None]
         assert len({each.text for each in changes}) == len(changes) >= 2
         for change in changes:
             read = read_sharding(change.accelerate_config, None, {"WORLD_SIZE": str(ranks)})
             changed = change.apply(planned).sharding
-            # the decoder layer's class, which a plan does not ask for
-            named = replace(changed, source=read.source, wrap_classes=read.wrap_classes)
-            assert named == read, change
+            assert replace(changed, source=read.source) == read, change
+
+
+def test_adapters_are_not_suggested_where_there_is_nothing_to_adapt() -> None:
+    """Random weights, and a checkpoint whose vision tower is dropped."""
+    planned = make_spec(LLAMA_31_8B, ranks=1)
+    for keys, suggested in (
+        ({"model_name_or_path": "a/b"}, True),
+        ({"model_config": LLAMA_31_8B}, False),
+        ({"model_name_or_path": "a/b", "drop_vision": True}, False),
+    ):
+        recipe = replace(planned.recipe, model=Model(**keys))  # type: ignore[arg-type]
+        changes = list_changes(replace(planned, recipe=recipe))
+        assert any("use_peft" in each.text for each in changes) == suggested, keys
 
 
 @pytest.mark.parametrize("rows", [None, 64])

@@ -9,12 +9,15 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
+import yaml
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.facts import with_recipe_keys
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, DatasetSource
-from finetune.plan.plan import make_plan
+from finetune.plan.plan import _assume_ranks, make_plan
 from finetune.plan.run_spec import CPU_PROCESS_BYTES
 from finetune.plan.speed import estimate_epoch_tokens
 from tests.ranks import run_command
@@ -73,6 +76,25 @@ def test_it_fits_only_where_host_and_disk_were_compared(tiny_recipe: Callable[..
         for flags in ((), ("--host-memory", "64GiB", "--disk", "1TB"))
     ]
     assert answers == [None, True]
+
+
+def test_the_disk_is_compared_with_what_all_adapters_write(
+    tiny_recipe: Callable[..., Path],
+) -> None:
+    recipe = tiny_recipe(use_peft=True, lora_r=512)  # more than the least --disk, 1 MiB
+    names = ("a", "b", "c")
+    each = yaml.safe_load(recipe.read_text())["datasets"]
+    several = f"adapters={json.dumps([{'name': name, 'datasets': each} for name in names])}"
+    arguments = ("--recipe", str(recipe), "--num-processes", "1", "--gpu-memory", "80GiB")
+    arguments += ("--host-memory", "64GiB", "--json")
+    alone = json.loads(_plan(*arguments)[1])["disk_bytes"]["total"]
+    answers = {}
+    for share in (2, 4):
+        code, shown, _ = _plan(*arguments, several, "--disk", f"{share * alone / 2**20}MiB")
+        plan = json.loads(shown)
+        assert plan["disk_bytes"]["total"] == len(names) * alone
+        answers[share] = (code, plan["fits"])
+    assert answers == {2: (1, False), 4: (0, True)}
 
 
 def test_what_does_not_fit_is_answered_with_settings_that_do(
@@ -187,6 +209,13 @@ def test_what_is_assumed_or_guessed_says_so(
     assert steps == round(
         2 * (text // 4) / (4 * 64)
     )  # two epochs of 4 bytes a token, the punctuation of JSON left out
+    # rows of one example each: the size of a file does not say how many there are
+    for alone in (
+        ["packing=false"],
+        ["method=grpo", "rewards=[length]", "num_generations=2", "max_completion_length=16"],
+    ):
+        found = json.loads(_plan("--recipe", recipe, "--json", *alone)[1])["time"]
+        assert found["steps"] is None
     _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8", "max_steps=7")
     assert "; 7 steps\n" in shown
 
@@ -208,6 +237,32 @@ def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(
     )
     assert (code, errors) == (0, "")
     assert "ranks      64 assumed" in shown
+
+
+@pytest.mark.parametrize(
+    ("mesh", "keys", "ranks"),
+    [
+        ({"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}, {}, 8),
+        (None, {}, 8),
+        (None, {"expert_parallel_size": 3}, 12),
+    ],
+)
+def test_the_assumed_ranks_are_those_of_all_stages(
+    tiny_recipe: Callable[..., Path],
+    tmp_path: Path,
+    mesh: dict[str, int] | None,
+    keys: dict[str, int],
+    ranks: int,
+) -> None:
+    """The rules of the layout itself find nothing wrong with the assumed number."""
+    config = tmp_path / "staged.yaml"
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+    config.write_text(json.dumps(file | ({"parallelism_config": mesh} if mesh else {})))
+    recipe = read_recipe(str(tiny_recipe(pipeline_parallel_size=2, **keys)))
+    assumed = _assume_ranks(recipe, str(config))
+    sharding = with_recipe_keys(read_sharding(str(config), None, {}), recipe)
+    assert assumed == ranks
+    assert refuse_problems(find_problems(recipe, sharding, ranks=assumed)) == []
 
 
 def test_the_table_has_a_row_for_ranks_that_divide_more_than_the_state(

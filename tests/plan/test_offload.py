@@ -1,20 +1,20 @@
 """The plan of an optimizer whose state lies in files. tests/plan/test_state.py holds its bytes against the real ones."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from finetune.checkpoint.shards import allocate_on_host
-from finetune.config.schema import Optimization
+from finetune.config.schema import Checkpoint, Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
-from finetune.plan.advice import list_changes
+from finetune.plan.advice import Room, advise, list_changes
 from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
 from finetune.plan.speed import estimate_speed
-from finetune.plan.table import format_speed, format_storage
+from finetune.plan.table import format_advice, format_speed, format_storage
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 
 PARAMETERS = 8_030_261_248  # of Llama 3.1 8B, by its model card
@@ -98,6 +98,32 @@ def test_the_disk_has_room_for_all_checkpoints_where_all_are_kept() -> None:
         assert disk.checkpoints == len(saves) * disk.checkpoint
 
 
+@pytest.mark.parametrize(
+    ("max_steps", "limit", "keys", "is_whole"),
+    [
+        (9, None, {"save_steps": 4}, True),
+        (None, None, {"save_steps": 4}, False),
+        (9, None, {"save_strategy": "epoch"}, False),
+        (None, 2, {"save_steps": 4}, True),
+        (None, 2, {"save_steps": 4, "keep_every_steps": 8}, False),
+    ],
+)
+def test_a_run_fits_only_if_the_number_of_its_checkpoints_is_known(
+    max_steps: int | None, limit: int | None, keys: dict[str, Any], is_whole: bool
+) -> None:
+    spec = make_spec(LLAMA_31_8B, ranks=8)
+    recipe = replace(
+        spec.recipe,
+        checkpoint=Checkpoint(save_total_limit=limit, **keys),
+        optimization=replace(spec.recipe.optimization, max_steps=max_steps),
+    )
+    room = Room(10**12, 10**13, 10**15)
+    advice = advise(replace(spec, recipe=recipe), room)
+    said = format_advice(advice, room, "", has_config=False, uncounted=False)
+    assert said.startswith("fits" if is_whole else "requires")
+    assert said.endswith("GiB of disk" if is_whole else "GiB of disk or more")
+
+
 def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:
     one, two = (
         in_files(LLAMA_31_8B | {"num_hidden_layers": layers}).optimizer_file()
@@ -158,3 +184,22 @@ def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(
     assert found == [56.7, 56.7, 107.9], (
         "planned; in whole pages; as torch's own pinned memory would be"
     )
+
+
+def test_memory_for_a_save_is_that_of_the_savers_own_choice() -> None:
+    """All that an async save copies; else two tensors at a time on a GPU, and none on a CPU."""
+    spec = make_spec(LLAMA_31_8B, ranks=8)
+    copied = 12 * PARAMETERS + 4 * len(spec.tensors)  # with a step counter each
+    embedding = 4 * 128256 * 4096
+    cases: list[tuple[Literal["cpu", "cuda"], bool | None, int]] = [
+        ("cuda", None, copied),
+        ("cuda", True, copied),
+        ("cuda", False, 2 * embedding),
+        ("cpu", None, 0),
+        ("cpu", True, copied),
+        ("cpu", False, 0),
+    ]
+    for device, async_save, expected in cases:
+        recipe = replace(spec.recipe, checkpoint=Checkpoint(async_save=async_save))
+        saver = replace(spec, recipe=recipe, device=device)
+        assert plan_host(saver, 0).saving == expected, (device, async_save)

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.plan import run_spec
 from finetune.training.lifecycle import make_objectives
 from finetune.training.objectives import distill
 from finetune.training.objectives.distill import read_teacher_facts, teacher_flop_per_token
@@ -34,6 +36,7 @@ from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.screens import describe_teacher, last_screen
 from finetune.training.watch import SignalListener
 from tests.conftest import make_chat, make_model, slow_but
+from tests.plan.traced import allocated_peak
 from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config
@@ -269,7 +272,9 @@ def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
     found = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), reference.Alone())
     folder = next(
         path.parent
-        for path in (recipes["top"].parent / "cache").glob("teacher-*/training/*-of-00001-ids.npy")
+        for path in (recipes["top"].parent / "cache").glob(
+            "teacher-*/training/*-of-00001-*-ids.npy"
+        )
         if np.load(path, allow_pickle=False).shape[1] == 5
     )
     known = distill._open_stored(folder, found.train, recipe)  # type: ignore[arg-type]
@@ -285,6 +290,51 @@ def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
     content[-9] ^= 1
     damaged.write_bytes(content)
     assert distill._open_stored(folder, found.train, recipe) is None  # type: ignore[arg-type]
+
+
+def test_a_teacher_holds_a_piece_of_what_it_finds_and_not_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch's allocator holds, against the plan's bound; and the files have all, in order."""
+    steps, tokens, k, piece = 64, 1000, 5, 1 << 18
+    monkeypatch.setattr(distill, "STORED_PIECE_BYTES", piece)
+    monkeypatch.setattr(run_spec, "STORED_PIECE_BYTES", piece)
+    recipe: Any = SimpleNamespace(method=SimpleNamespace(distill_top_k=k))
+    world: Any = SimpleNamespace(
+        rank=0, size=1, local_rank=0, is_main=False, device=torch.device("cpu"),
+        any=lambda flag: flag, gather=lambda value, group: [value],
+    )  # fmt: skip
+
+    class Micro(SimpleNamespace):
+        def to(self, device: torch.device) -> "Micro":
+            return self
+
+    def make_batch(step: int) -> Any:
+        micro = Micro(
+            inputs=step, labels=torch.ones(1, tokens), trained_positions=torch.arange(tokens),
+            example_ids=[step],
+        )  # fmt: skip
+        return SimpleNamespace(micro_batches=[micro])
+
+    trained = np.full(steps, tokens)
+    batches: Any = SimpleNamespace(
+        steps=steps, steps_per_epoch=steps, step_batch=make_batch,
+        examples=SimpleNamespace(trained=trained),
+    )  # fmt: skip
+    model = nn.Linear(1, 262)
+    model.get_output_embeddings = lambda: model  # type: ignore[assignment]
+    teacher: Any = SimpleNamespace(
+        model=model,
+        find_top=lambda step, rows, k: (torch.full((tokens, k), step), torch.ones(tokens, k + 1)),
+    )
+    folder = tmp_path / "teacher"
+    held = allocated_peak(lambda: distill._store(teacher, folder, batches, model, recipe, world))
+    spec: Any = SimpleNamespace(recipe=recipe, accumulation=1, tokens=tokens)
+    of_a_forward = 2 * 8 * tokens * k  # its ids are int64 until they are kept
+    assert held <= run_spec._count_unwritten(spec) + of_a_forward
+    written = [np.load(path) for path in sorted(folder.glob("*-ids.npy"))]
+    assert len(written) > 1
+    assert (np.concatenate(written)[:, 0] == np.repeat(np.arange(steps), tokens)).all()
 
 
 def runs_log(run: Path) -> str:

@@ -3,15 +3,16 @@ the labels.
 
 Either the teacher runs in each step, or it runs once before training (`distill_top_k`). Its k
 likeliest tokens at each trained token are then kept in files beside the token cache. The files that
-one rank writes there are called a piece.
+one rank writes there at once are called a piece.
 """
 
 import io
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from finetune.config.facts import ModelFacts
 from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, STORED_PIECE_BYTES
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
@@ -242,7 +243,7 @@ def _store(
 ) -> None:
     """Runs the teacher over the data and writes its likeliest tokens into `folder`.
 
-    All ranks call it, and each writes a piece. The former content of the folder is removed.
+    All ranks call it, and each writes its pieces. The former content of the folder is removed.
     """
     began = time.monotonic()
     top_k = recipe.method.distill_top_k
@@ -252,11 +253,12 @@ def _store(
     # the part of the vocabulary that both models have
     rows = min(head.weight.shape[0] for head in (student_head, teacher_head))
     k = min(top_k, rows)
-    arrays = _find_top_tokens(teacher, batches, rows, k, world)
     ranks = RankGroup(world)
     ranks.on_all(lambda: empty_folder(folder) if world.local_rank == 0 else None)
-    stem = f"piece-{world.rank:05d}-of-{world.size:05d}"
-    ranks.on_all(lambda: _write_piece(folder, stem, rows, arrays))
+    pieces = _find_top_tokens(teacher, batches, rows, k, world)
+    for number, found in enumerate(pieces):
+        stem = f"piece-{world.rank:05d}-of-{world.size:05d}-{number:05d}"
+        ranks.on_all(partial(_write_piece, folder, stem, rows, found))
     if world.is_main:
         read_examples = _list_read_examples(batches)
         tokens = int(batches.examples.trained[read_examples].sum(dtype=np.int64))
@@ -271,8 +273,11 @@ def _store(
 
 def _find_top_tokens(
     teacher: Teacher, batches: StoredBatches, rows: int, k: int, world: World
-) -> list[NDArray[Any]]:
-    """Runs the teacher over this rank's batches, and finds its likeliest tokens.
+) -> Iterator[list[list[NDArray[Any]]]]:
+    """Runs the teacher over this rank's batches, and yields its likeliest tokens.
+
+    Yields the content of a piece: the arrays of each micro-batch, in the order of `PARTS`. Every
+    rank yields as many pieces; once a rank holds STORED_PIECE_BYTES after a step, all yield one.
 
     Args:
         teacher: On every rank.
@@ -280,28 +285,34 @@ def _find_top_tokens(
         rows: The rows of the vocabulary that both models have.
         k: How many of the likeliest tokens are kept; at most `rows`.
         world: The ranks of the run.
-
-    Returns:
-        This rank's arrays of a piece, in the order of `PARTS`.
     """
-    # np.concatenate needs an array even if this rank has no batch
-    examples = [np.zeros((0, 2), np.int64)]
-    ids = [np.zeros((0, k), np.int32)]
-    scores = [np.zeros((0, k + 1), np.float32)]
+    # a piece has arrays even if this rank has no batch
+    empty: list[NDArray[Any]] = [
+        np.zeros((0, 2), np.int64),
+        np.zeros((0, k), np.int32),
+        np.zeros((0, k + 1), np.float32),
+    ]
+    found = [empty]  # the arrays of each micro-batch
     for step in steps_of_examples(batches):
         for micro_batch in batches.step_batch(step).micro_batches:
             on_device = micro_batch.to(world.device)
             top_ids, top_scores = teacher.find_top(on_device.inputs, rows, k)
             has_label = (on_device.labels.flatten()[on_device.trained_positions] >= 0).cpu()
             example_ids = np.array(micro_batch.example_ids, np.int64)
-            examples.append(np.stack([example_ids, batches.examples.trained[example_ids]], 1))
-            ids.append(top_ids.cpu()[has_label].int().numpy())
-            scores.append(top_scores.cpu()[has_label].numpy())
+            examples = np.stack([example_ids, batches.examples.trained[example_ids]], 1)
+            ids = top_ids.cpu()[has_label].int().numpy()
+            found.append([examples, ids, top_scores.cpu()[has_label].numpy()])
+        held_bytes = sum(array.nbytes for arrays in found for array in arrays)
+        if world.any(held_bytes >= STORED_PIECE_BYTES):
+            yield found
+            found[:] = [empty]  # whoever has the list keeps no array
     reshard(teacher.model)
-    return [np.concatenate(parts) for parts in (examples, ids, scores)]
+    yield found
 
 
-def _write_piece(folder: Path, stem: str, rows: int, arrays: Sequence[NDArray[Any]]) -> None:
+def _write_piece(
+    folder: Path, stem: str, rows: int, found: Sequence[Sequence[NDArray[Any]]]
+) -> None:
     """Writes a piece: a file for each array, and then a JSON file that describes them.
 
     The JSON file has `rows`, and the size and checksum of each array's file.
@@ -310,14 +321,19 @@ def _write_piece(folder: Path, stem: str, rows: int, arrays: Sequence[NDArray[An
         folder: Of all pieces.
         stem: What the names of the piece's files begin with.
         rows: The rows of the vocabulary that the scores were computed over.
-        arrays: In the order of `PARTS`.
+        found: The arrays of each micro-batch, in the order of `PARTS`. Each file holds those of
+            one part, joined.
     """
     description = dict[str, object](rows=rows)
-    for part, array in zip(PARTS, arrays, strict=True):
+    for part, arrays in zip(PARTS, zip(*found, strict=True), strict=True):
+        header = np.lib.format.header_data_from_array_1_0(arrays[0])
+        header["shape"] = (sum(map(len, arrays)), *arrays[0].shape[1:])
         content = io.BytesIO()
-        np.save(content, array, allow_pickle=False)
+        np.lib.format.write_array_header_1_0(content, header)
+        # not joined in memory; an empty array has no bytes to view
+        values = (np.ascontiguousarray(array).data for array in arrays if array.size)
         name = f"{stem}-{part}.npy"
-        description[name] = write_file(folder / name, [content.getbuffer()])
+        description[name] = write_file(folder / name, [content.getbuffer(), *values])
     write_file(folder / f"{stem}.json", [json.dumps(description).encode()])
 
 
