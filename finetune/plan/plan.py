@@ -22,7 +22,7 @@ from finetune.config.module_names import adopt_published_names
 from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_stored_quantization
 from finetune.config.reader import read_recipe, split_adapters
-from finetune.config.schema import Method, Model, Recipe
+from finetune.config.schema import Model, Recipe
 from finetune.constants import ITEMSIZE, find_positions, grow_rows, round_up
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
