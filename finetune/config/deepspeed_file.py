@@ -142,17 +142,14 @@ class _DeepspeedReader:
     def make_translation(self) -> Translation:
         """Returns the translation of the settings that have been read."""
         lines = [f"zero_stage {self._stage}: {STAGES[self._stage]}"]
-        ignored_keys = self._ignored_keys
-        if self._stage == 0:  # DeepSpeed offloads from stage 1 on
-            ignored_keys = ignored_keys + self._offload_keys
-        elif self._offload_keys:
+        if self._offload_keys:
             keys = " and ".join(self._offload_keys)
             lines.append(
                 f"{keys}: cpu: parameters, gradients and optimizer state stay in host memory, all "
                 "three"
             )
-        if ignored_keys:
-            lines.append(f"without effect here: {', '.join(sorted(ignored_keys))}")
+        if self._ignored_keys:
+            lines.append(f"without effect here: {', '.join(sorted(self._ignored_keys))}")
         fsdp: dict[str, Any] = {}
         if self._stage == 0:
             distributed_type = "MULTI_GPU"
