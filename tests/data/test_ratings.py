@@ -1,5 +1,6 @@
 """Rated answers in every form, each with another prompt's answer that depends on the order of the source alone."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from finetune.config.schema import RENDERINGS, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Completion, Conversation
 from finetune.data.messages import BadRow
+from finetune.data.packing import StoredBatches
 from finetune.data.preferences import find_mismatched, join_answer, parse_ratings
 from finetune.data.prepare import PreparedData
 from finetune.errors import UserError
@@ -148,6 +150,14 @@ def test_rated_answers_from_a_file_to_batches(
     assert data.report.lines()[0].startswith("9 rated answers (5 good, 4 bad), ")
     (duplicate,) = [finding for finding in data.report.findings if finding.name == "duplicates"]
     assert duplicate.rows == 1  # the same answer rated otherwise is another
+    assert isinstance(data.train, StoredBatches)
+    trained_in_epoch = 0  # without the mismatched answers, which have no gradient
+    for step in islice(data.train.batches(), data.train.steps_per_epoch):
+        labels = [m.labels for m in step.micro_batches]
+        trained = int(sum((each != IGNORE_INDEX).sum() for each in labels))
+        assert step.trained_tokens == step.chosen_tokens == trained
+        trained_in_epoch += trained
+    assert report["trained_tokens"] == report["sources"][0]["trained_tokens"] == trained_in_epoch
     for step in data.train.batches():
         for m in step.micro_batches:
             assert m.desirable is not None and m.desirable.dtype == torch.bool
