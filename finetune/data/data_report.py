@@ -477,7 +477,7 @@ class StreamReport:
         self.skipped += block.skipped[: SHOWN_BAD_ROWS - len(self.skipped)]
         count_columns(self.unused_columns, block.unused_columns)
         for finding in block.findings:
-            self.tally.add(finding.name, finding.where, finding.rows)
+            self.tally.add_finding(finding)
         lines = []
         for finding in self._stream_findings():
             last_logged = self.reported.get(finding.name, 0)
