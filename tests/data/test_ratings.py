@@ -175,6 +175,21 @@ def test_rated_answers_from_a_file_to_batches(
         assert filler.desirable is not None and filler.desirable.shape == (0,)
 
 
+def test_a_pair_of_equal_answers_is_not_rated_as_good_and_as_bad(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    """DPO does not use such a pair either."""
+    pairs = [{"question": f"Q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(4)]
+    pairs[1]["rejected"] = pairs[1]["chosen"]
+    path = write_lines(tmp_path / "a.jsonl", pairs)
+    of_kto, of_dpo = (prepare([{"path": str(path)}], method=method) for method in ("kto", "dpo"))
+    for data in (of_kto, of_dpo):
+        (equal,) = [finding for finding in data.report.findings if finding.name == "sides_equal"]
+        assert (equal.severity, equal.where) == ("warning", (f"{path}:2",))
+    answers = [answer.removesuffix("<|end|>") for _, answer in texts(of_kto)[::2]]
+    assert answers == [text for i in (0, 2, 3) for text in (f"good {i}", f"bad {i}")]
+
+
 def test_mismatched_answers_reach_over_batches_of_rows_and_pairs_are_taken_apart(
     prepare: Prepare, tmp_path: Path
 ) -> None:
