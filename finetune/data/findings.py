@@ -5,7 +5,7 @@ A finding is something that is wrong with the data, or worth knowing about it.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 from finetune.data.messages import list_columns
 from finetune.errors import UserError
@@ -406,6 +406,14 @@ def refuse_fatal(findings: Iterable[Finding]) -> None:
     """Raises one `UserError` that lists the fatal findings, if there are any."""
     if fatal := [str(finding) for finding in findings if finding.is_fatal]:
         raise UserError.of(fatal)
+
+
+def refuse_empty(findings: Iterable[Finding], problem: str) -> NoReturn:
+    """Raises one `UserError` that says why nothing is left of the data: the findings above a
+    notice, and last `problem`.
+    """
+    reasons = [str(finding) for finding in findings if finding.severity != "notice"]
+    raise UserError.of([*reasons, problem])
 
 
 def check_longest_example(
