@@ -238,6 +238,14 @@ CHECKS: dict[str, Check] = {
         many=0.5,
         names_unused=True,
     ),
+    "question_part_unread": Check(
+        "warning",
+        "warning",
+        "the question is asked without a column that may be part of it, such as its context or its "
+        "choices; write both into one column, or, if the question is whole, name its column "
+        "(prompt_column)",
+        names_unused=True,
+    ),
     "prompt_unread": Check(
         "warning",
         "warning",

@@ -14,12 +14,14 @@ from typing import Any
 
 from finetune.config.methods import RATED
 from finetune.config.schema import FORMATS, Data, DatasetSource
+from finetune.constants import Names
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     CONVERSATION_COLUMNS,
     LABEL_COLUMNS,
     PARSERS,
     QUESTION_COLUMNS,
+    QUESTION_PART,
     Columns,
     Completion,
     Conversation,
@@ -683,7 +685,29 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     row_text = _write_reward_row(
         reward_row, list(messages), answer, variables=variables, tools=conversation.tools
     )
-    return ParsedRow((Group((Question(asked, row_text),)),), "messages", ())
+    parts = _find_question_parts(row, name, source)
+    findings = ("question_part_unread",) if parts else ()
+    return ParsedRow((Group((Question(asked, row_text),)),), "messages", parts, findings)
+
+
+def _find_question_parts(row: Row, name: str, source: DatasetSource) -> Names:
+    """Returns the columns that may be a part of the question in the column `name`, by their names.
+
+    They are empty where the question is whole: the source names its column, or it is a column
+    `prompt` or messages.
+    """
+    is_named = source.prompt_column or source.messages_column
+    if is_named or name not in QUESTION_COLUMNS[1:] or not isinstance(row[name], str):
+        return ()
+    # an instruction is asked with its history
+    known = (name, source.completion_column, "history" if name == "instruction" else None)
+    return tuple(
+        column
+        for column, value in row.items()
+        if value not in (None, "", [])
+        and column not in known
+        and QUESTION_PART.fullmatch(column.lower())
+    )
 
 
 def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any] | None:

@@ -491,6 +491,23 @@ def test_pairs_that_all_teach_nothing_for_several_reasons_are_explained(
         assert "datasets: nothing is left" in last
 
 
+@pytest.mark.parametrize("part", ["context", "choices", "option_a", "Passage", "level"])
+def test_a_question_that_is_asked_without_its_parts_is_found(part: str) -> None:
+    """Training on answers refuses the same rows, until the recipe names the question's column."""
+    row = {"question": "Who did it?", part: "Ann or Bob", "answer": "Ann"}
+    source = DatasetSource(path="rows.jsonl")
+    parsed = parse_prompt(row, source)
+    is_part = part != "level"
+    assert parsed.findings == (("question_part_unread",) if is_part else ())
+    assert parsed.unused_columns == ((part,) if is_part else ())
+    if is_part:
+        with pytest.raises(BadRow, match="unknown format: its columns are question, "):
+            parse_row(row, source)
+    named = DatasetSource(path="rows.jsonl", prompt_column="question")
+    whole = {"prompt": "Who did it?", part: "Ann or Bob"}
+    assert not parse_prompt(row, named).findings and not parse_prompt(whole, source).findings
+
+
 def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, shared: Path) -> None:
     """LLaMA-Factory's file with the template of Llama 3: the prompt of both sides is that of inference."""
     path = shared / "data" / "dpo_en_demo.json"
