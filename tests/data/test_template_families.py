@@ -241,7 +241,7 @@ def test_a_turn_that_ends_with_a_token_at_which_generation_does_not_stop_is_a_fi
         (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def test_generation_goes_on_after_a_thought_that_ends_like_another_familys_answer() -> None:
+def test_generation_continues_after_a_thought_that_ends_like_another_familys_answer() -> None:
     tokenizer = tokenizer_with("gpt-oss")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     assert end in end_of_answer_ids(tokenizer)  # as phi3 ends an answer
