@@ -190,7 +190,7 @@ class StepBatch:
     epoch: float  # epochs done after this step
     micro_batches: tuple[MicroBatch, ...]  # of this rank; every rank has the same number of them
     tokens: int  # padding is not counted
-    trained_tokens: int  # tokens with a label
+    trained_tokens: int  # tokens with a label, of which `mismatched` ones do not count
     # trained tokens of the first document of each group: the chosen, or the rated answer
     chosen_tokens: int = 0
     # sum of the squared lengths of the documents, to which the cost of attention is proportional

@@ -21,7 +21,7 @@ from finetune.data.formats import (
     make_message,
     recognize_format,
 )
-from finetune.data.messages import BadRow, is_of_assistant, list_columns
+from finetune.data.messages import BadRow, is_of_assistant, list_columns, parse_number
 
 LABEL = "label"
 # stands in for the assistant's turn, without which `make_conversation` rejects a row
@@ -92,9 +92,10 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
     """
     if str(value) in labels:
         return labels.index(str(value))
-    is_index = isinstance(value, int) and not isinstance(value, bool)
-    if is_index and 0 <= value < len(labels):
-        return int(value)
+    index = parse_number(value)
+    is_index = isinstance(index, int) and not isinstance(index, bool)
+    if is_index and 0 <= index < len(labels):
+        return int(index)
     raise BadRow(
         f"{name}: {value!r} is none of labels ({', '.join(labels)}), nor a place among them from 0"
     )

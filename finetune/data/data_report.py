@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import ROUND_TOKENS, Names
 from finetune.data.batches import Ids
-from finetune.data.examples import Cuts, Examples, cut, number_rows
+from finetune.data.examples import Cuts, Examples, count_trained, cut, number_rows
 from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
 from finetune.data.packing import StoredBatches
 from finetune.data.source_tokens import SHOWN_BAD_ROWS, SourceStats, count_columns
@@ -174,7 +174,7 @@ def select_examples(
         unused_columns=dict(stats.unused_columns),
         documents=len(store.rows),
         tokens=len(store.input_ids),
-        trained_tokens=int(store.trained.sum(dtype=np.int64)),
+        trained_tokens=count_trained(store),
         examples=len(selected),
         **count_groups(selected),
         overlong=len(cuts.truncated) + len(cuts.dropped) + len(cuts.split),
@@ -366,7 +366,7 @@ def make_report(
         examples=len(examples),
         **count_groups(examples),
         tokens=int(examples.lengths.sum(dtype=np.int64)),
-        trained_tokens=int(examples.trained.sum(dtype=np.int64)),
+        trained_tokens=count_trained(examples),
         held_out_examples=0 if held_out is None else len(held_out),
         held_out_groups={} if held_out is None else count_groups(held_out),
         length_quantiles=length_quantiles,
@@ -477,7 +477,7 @@ class StreamReport:
         self.skipped += block.skipped[: SHOWN_BAD_ROWS - len(self.skipped)]
         count_columns(self.unused_columns, block.unused_columns)
         for finding in block.findings:
-            self.tally.add(finding.name, finding.where, finding.rows)
+            self.tally.add_finding(finding)
         lines = []
         for finding in self._stream_findings():
             last_logged = self.reported.get(finding.name, 0)

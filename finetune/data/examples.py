@@ -156,6 +156,19 @@ class Examples:
                 )
 
 
+def count_trained(documents: Examples | TokenStore, ids: Int64s | slice = slice(None)) -> int:
+    """Counts the tokens of documents or examples that are trained on.
+
+    The mismatched documents of rated answers have labels, but no gradient: they do not count.
+
+    `ids`: those to count, the members of each group side by side; by default all.
+    """
+    trained = documents.trained[ids]
+    if documents.is_rated:
+        trained = trained[:: documents.group_size]
+    return int(trained.sum(dtype=np.int64))
+
+
 @dataclass(frozen=True, slots=True)
 class Cuts:
     """What `cut` did with documents of more than max_length tokens, and how many tokens it lost."""
@@ -198,13 +211,12 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     part_counts = np.where(to_split, parts_if_split, 1)
     part_counts[to_drop] = 0
     examples = _cut_into_parts(store, part_counts, max_length)
-    trained_tokens = examples.trained.sum(dtype=np.int64)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
         dropped=np.flatnonzero(to_drop),
         split=np.flatnonzero(to_split),
         tokens_lost=int(lengths.sum() - examples.lengths.sum(dtype=np.int64)),
-        trained_tokens_lost=int(store.trained.sum(dtype=np.int64) - trained_tokens),
+        trained_tokens_lost=count_trained(store) - count_trained(examples),
     )
     return examples, cuts
 

@@ -5,7 +5,7 @@ A finding is something that is wrong with the data, or worth knowing about it.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NoReturn
 
 from finetune.data.messages import list_columns
 from finetune.errors import UserError
@@ -24,7 +24,9 @@ class Finding:
     rows: int  # number of rows that it was found in
     of: int  # number of rows that were examined
     where: tuple[str, ...]  # files and lines of the first rows that it was found in
-    what: str  # the message
+    what: str  # the message, which also says the two fields that follow
+    detail: str = ""  # what exactly the first row has
+    tokens: int = 0  # number of tokens added to the data
 
     @property
     def is_fatal(self) -> bool:
@@ -236,6 +238,14 @@ CHECKS: dict[str, Check] = {
         many=0.5,
         names_unused=True,
     ),
+    "question_part_unread": Check(
+        "warning",
+        "warning",
+        "the question is asked without a column that may be part of it, such as its context or its "
+        "choices; write both into one column, or, if the question is whole, name its column "
+        "(prompt_column)",
+        names_unused=True,
+    ),
     "prompt_unread": Check(
         "warning",
         "warning",
@@ -362,6 +372,15 @@ class Tally:
             # a stream can read a row again
             self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]
 
+    def add_finding(self, finding: Finding) -> None:
+        """Counts what another tally has found in some more rows."""
+        name = finding.name
+        self.add(name, finding.where, finding.rows)
+        if finding.detail:
+            self.details.setdefault(name, finding.detail)
+        if finding.tokens:
+            self.tokens[name] = self.tokens.get(name, 0) + finding.tokens
+
     def list_findings(self, examined: int, unused_columns: Collection[str] = ()) -> list[Finding]:
         """Lists the findings, the most severe first, then by the number of rows.
 
@@ -379,12 +398,14 @@ class Tally:
             what = check.what
             if check.names_unused:
                 what += f"; not used: {list_columns(unused_columns)}"
-            if name in self.tokens:
-                what += f"; {self.tokens[name]:,} more tokens"
-            if name in self.details:
-                what += f"; first: {self.details[name]}"
+            tokens = self.tokens.get(name, 0)
+            if tokens:
+                what += f"; {tokens:,} more tokens"
+            detail = self.details.get(name, "")
+            if detail:
+                what += f"; first: {detail}"
             where = tuple(self.where.get(name, ()))
-            findings.append(Finding(name, severity, rows, examined, where, what))
+            findings.append(Finding(name, severity, rows, examined, where, what, detail, tokens))
         order = {"fatal": 0, "warning": 1, "notice": 2}
         return sorted(findings, key=lambda finding: (order[finding.severity], -finding.rows))
 
@@ -393,6 +414,14 @@ def refuse_fatal(findings: Iterable[Finding]) -> None:
     """Raises one `UserError` that lists the fatal findings, if there are any."""
     if fatal := [str(finding) for finding in findings if finding.is_fatal]:
         raise UserError.of(fatal)
+
+
+def refuse_empty(findings: Iterable[Finding], problem: str) -> NoReturn:
+    """Raises one `UserError` that says why nothing is left of the data: the findings above a
+    notice, and last `problem`.
+    """
+    reasons = [str(finding) for finding in findings if finding.severity != "notice"]
+    raise UserError.of([*reasons, problem])
 
 
 def check_longest_example(

@@ -306,6 +306,22 @@ def parse_if_json(value: Any) -> Any:
         return value
 
 
+def parse_number(value: Any) -> Any:
+    """Returns the number that a text holds, as in a CSV file, and any other value unchanged.
+
+    >>> parse_number("2"), parse_number("0.5"), parse_number("two"), parse_number(None)
+    (2, 0.5, 'two', None)
+    """
+    if not isinstance(value, str):
+        return value
+    for read in (int, float):
+        try:
+            return read(value)
+        except ValueError:
+            continue
+    return value
+
+
 def parse_turns(value: Any) -> Any:
     """Parses a text that is the JSON of a list of turns, as in a CSV file.
 

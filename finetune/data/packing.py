@@ -22,7 +22,7 @@ from torch import Tensor
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS, ceil_div, round_up
 from finetune.data.batches import Ids, MicroBatch, StepBatch
-from finetune.data.examples import Example, Examples, expand_groups, make_generator
+from finetune.data.examples import Example, Examples, count_trained, expand_groups, make_generator
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
 from finetune.data.token_store import Int32s, Int64s
@@ -331,7 +331,7 @@ class StoredBatches:
             ),
             tokens=int(lengths.sum()),
             squared_tokens=int(lengths @ lengths),
-            trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
+            trained_tokens=count_trained(self.examples, ids),
             chosen_tokens=int(self.examples.trained[first_ids].sum(dtype=np.int64)),
             groups=len(first_ids),
         )

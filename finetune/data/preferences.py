@@ -14,12 +14,14 @@ from typing import Any
 
 from finetune.config.methods import RATED
 from finetune.config.schema import FORMATS, Data, DatasetSource
+from finetune.constants import Names
 from finetune.data.formats import (
     ANSWER_COLUMNS,
     CONVERSATION_COLUMNS,
     LABEL_COLUMNS,
     PARSERS,
     QUESTION_COLUMNS,
+    QUESTION_PART,
     Columns,
     Completion,
     Conversation,
@@ -48,6 +50,7 @@ from finetune.data.messages import (
     describe_value,
     is_of_assistant,
     list_columns,
+    parse_number,
     parse_turns,
     read_role,
 )
@@ -117,7 +120,8 @@ def parse_scored_pair(row: Row, source: DatasetSource) -> ParsedRow:
     is 0. Raises `BadRow` for a row or a margin that cannot be read.
     """
     parsed = parse_pair(row, source)
-    margin = 0.0 if row.get(MARGIN) is None else row[MARGIN]
+    # an empty field of a CSV file is no margin
+    margin = 0.0 if row.get(MARGIN) in (None, "") else parse_number(row[MARGIN])
     if isinstance(margin, bool) or not is_fp32_number(margin):
         raise BadRow(
             f"{MARGIN}: a number is expected, of at most 3.4e38, found {describe_value(margin)}"
@@ -472,14 +476,19 @@ def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
             rejected_name = chosen_name.removesuffix("_w") + "_l"
         else:
             rejected_name = re.sub("chosen", "rejected", chosen_name, flags=re.IGNORECASE)
-        values = [columns.row.get(column) for column in (chosen_name, rejected_name)]
-        are_numbers = all(
-            isinstance(value, int | float) and not isinstance(value, bool) for value in values
-        )
         is_rating = any(word in chosen_name.lower() for word in RATINGS)
         # The names are equal if the column is not one of a pair.
-        if rejected_name != chosen_name and are_numbers and is_rating:
-            yield columns.take(chosen_name), columns.take(rejected_name)
+        if rejected_name == chosen_name or not is_rating:
+            continue
+        names = (chosen_name, rejected_name)
+        of_chosen, of_rejected = (parse_number(columns.row.get(name)) for name in names)
+        are_numbers = all(
+            isinstance(value, int | float) and not isinstance(value, bool)
+            for value in (of_chosen, of_rejected)
+        )
+        if are_numbers:
+            columns.used.update(names)
+            yield of_chosen, of_rejected
 
 
 Turns = list[tuple[Message, bool]]  # (message, whether it is trained on)
@@ -676,7 +685,29 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     row_text = _write_reward_row(
         reward_row, list(messages), answer, variables=variables, tools=conversation.tools
     )
-    return ParsedRow((Group((Question(asked, row_text),)),), "messages", ())
+    parts = _find_question_parts(row, name, source)
+    findings = ("question_part_unread",) if parts else ()
+    return ParsedRow((Group((Question(asked, row_text),)),), "messages", parts, findings)
+
+
+def _find_question_parts(row: Row, name: str, source: DatasetSource) -> Names:
+    """Returns the columns that may be a part of the question in the column `name`, by their names.
+
+    They are empty where the question is whole: the source names its column, or it is a column
+    `prompt` or messages.
+    """
+    is_named = source.prompt_column or source.messages_column
+    if is_named or name not in QUESTION_COLUMNS[1:] or not isinstance(row[name], str):
+        return ()
+    # an instruction is asked with its history
+    known = (name, source.completion_column, "history" if name == "instruction" else None)
+    return tuple(
+        column
+        for column, value in row.items()
+        if value not in (None, "", [])
+        and column not in known
+        and QUESTION_PART.fullmatch(column.lower())
+    )
 
 
 def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any] | None:

@@ -42,7 +42,7 @@ from finetune.data.examples import (
     make_generator,
     mix_sources,
 )
-from finetune.data.findings import Finding, refuse_fatal
+from finetune.data.findings import Finding, refuse_empty, refuse_fatal
 from finetune.data.given_columns import attach_columns, read_columns
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
 from finetune.data.source_tokens import SourceStats, tokenize_rows
@@ -178,9 +178,8 @@ class StreamedBatches:
         report = replace(block_report, path=origins)
         refuse_fatal(report.findings)
         if not len(examples):
-            raise UserError(
-                f"{origins}: no row of a block of {BLOCK_ROWS} holds a token to train on"
-            )
+            problem = f"{origins}: no row of a block of {BLOCK_ROWS} holds a token to train on"
+            refuse_empty(report.findings, problem)
         batches = self._make_batches(examples, number)
         if batches.images is not None:
             refuse_problems(find_problems(self.recipe, images=batches.images.family))
@@ -441,7 +440,7 @@ def batch_rows(
     examples, report = select_examples(store, source, recipe.data)
     refuse_fatal(report.findings)
     if not len(examples):
-        raise UserError(f"{GIVEN}: none of {len(rows)} holds a token to train on")
+        refuse_empty(report.findings, f"{GIVEN}: none of {len(rows)} holds a token to train on")
     _set_plain_template(tokenizer, report.findings)
     config = BatchConfig.from_recipe(recipe, len(examples))  # one step has room for all
     size = recipe.batch.per_device_train_batch_size
@@ -470,6 +469,9 @@ def preview_data(
         stream.open_block_store(0), recipe.data.datasets[0], recipe.data
     )
     stream.remove_blocks()  # the open store stays readable, because it is memory-mapped
+    if not len(examples):
+        problem = f"{recipe.place_of('datasets')}: datasets: nothing is left of the first block"
+        refuse_empty(source.findings, problem)
     train = make_train_batches(recipe, examples, tokenizer, world)
     return train, make_report(train, (source,))
 
@@ -496,10 +498,9 @@ def _read_stored(
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     findings = [finding for source in (*sources, *eval_sources) for finding in source.findings]
     if examples is None or not len(examples):
-        fatal_findings = [str(finding) for finding in findings if finding.is_fatal]
         problem = f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"
         problem += _explain_room(recipe, tokenizer, sources)
-        raise UserError.of([*fatal_findings, problem])
+        refuse_empty(findings, problem)
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
     if held_out is None:

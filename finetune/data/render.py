@@ -956,10 +956,18 @@ def _holds_reasoning(answer: str, message: Message) -> bool:
 def _thinks_twice(answer: str, message: Message) -> bool:
     """Whether the assistant's turn `answer` has the reasoning of a message's key, and of its
     content too.
+
+    The key's reasoning may stand between other signs than the content's, as in gpt-oss.
     """
-    _, thoughts_in_content = _split_thoughts(message["content"])
-    has_both = any(map(message.get, REASONING_KEYS)) and bool(thoughts_in_content)
-    return has_both and len(THINKING_END.findall(answer)) > len(thoughts_in_content)
+    content = message["content"]
+    _, thoughts_in_content = _split_thoughts(content)
+    reasoning = str(next(filter(None, map(message.get, REASONING_KEYS)), "")).strip()
+    if not reasoning or not thoughts_in_content:
+        return False
+    if len(THINKING_END.findall(answer)) > len(thoughts_in_content):
+        return True
+    keeps_content = all(thought.strip() in answer for thought in thoughts_in_content)
+    return keeps_content and answer.count(reasoning) > content.count(reasoning)
 
 
 def _split_thoughts(content: str) -> tuple[list[str], list[str]]:

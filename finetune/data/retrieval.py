@@ -18,7 +18,7 @@ from finetune.data.formats import (
     first_given,
     label_of_number,
 )
-from finetune.data.messages import BadRow, list_columns
+from finetune.data.messages import BadRow, list_columns, parse_number
 from finetune.units import is_fp32_number
 
 # The columns' usual names, in sentence-transformers and NeMo Automodel.
@@ -135,11 +135,12 @@ def _wrap_in_list(value: Any) -> list[Any]:
 def _read_scores(values: Iterable[Any], name: str) -> Iterable[float]:
     """Yields the scores as floats. Raises `BadRow` for a value that is no number, or negative."""
     for value in values:
-        if not is_fp32_number(value) or value < 0:
+        score = parse_number(value)
+        if not is_fp32_number(score) or score < 0:
             raise BadRow(
                 f"{name}: a number from 0 on is expected, of at most 3.4e38, found {value!r:.100}"
             )
-        yield float(value)
+        yield float(score)
 
 
 def write_pair_template(data: Data, bos: str, eos: str) -> str:

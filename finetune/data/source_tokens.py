@@ -4,7 +4,7 @@ while the next rows are read.
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
@@ -20,7 +20,7 @@ from finetune.config.methods import MULTI_LABEL, ROWS, STEP_SCORES, RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import Names, count_cores
 from finetune.data.findings import Tally
-from finetune.data.formats import Conversation, ParsedRow, Question, Row
+from finetune.data.formats import Conversation, Group, ParsedRow, Question, Row
 from finetune.data.groups import GroupReader, render_group
 from finetune.data.images import ImageProcessor, find_image_folder, holds_images
 from finetune.data.messages import BadRow, list_columns, list_unread_keys
@@ -233,7 +233,20 @@ def _render_row(
         group_texts, group_findings = render_group(group, source_renderer, folder)
         texts += group_texts
         findings += group_findings
+    if _is_rated_both_ways(parsed.groups, texts):
+        texts = []
+        findings.append("sides_equal")
     return texts, list(dict.fromkeys(findings))
+
+
+def _is_rated_both_ways(groups: Sequence[Group], texts: Sequence[RenderedText]) -> bool:
+    """Whether a row is a pair of equal answers, of which one is rated good and the other bad.
+
+    `texts`: of all groups. Each rated answer is followed by its mismatched one.
+    """
+    if len(groups) != 2 or not groups[0].rating:
+        return False
+    return texts[0].text == texts[2].text
 
 
 def _count_images_unread(

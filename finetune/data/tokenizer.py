@@ -112,7 +112,8 @@ def fit_template(name: str, tokenizer: Any) -> str:
     return template
 
 
-# Generation stops at each of these that the tokenizer has.
+# Generation stops at each of these that the tokenizer has, but at <|end|> only without <|return|>:
+# gpt-oss ends an answer with the latter, and the thought before the answer with the former.
 USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
 
 
@@ -474,7 +475,10 @@ def find_stop_tokens(tokenizer: Any) -> list[str]:
     They are the end of text, USUAL_STOP_TOKENS and the `stop_tokens` from `load_tokenizer`, as far
     as the tokenizer has them.
     """
-    stops = {*USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())}
+    stops = set(USUAL_STOP_TOKENS)
+    if find_id(tokenizer, "<|return|>") is not None:
+        stops.remove("<|end|>")
+    stops.update(getattr(tokenizer, "stop_tokens", ()))
     if tokenizer.eos_token is not None:
         stops.add(tokenizer.eos_token)
     return sorted(token for token in stops if find_id(tokenizer, token) is not None)

@@ -171,7 +171,8 @@ def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int
                 "--chat-template"
             )
         text = "".join(message["content"] for message in conversation.messages)
-        if is_scoring:
+        if is_scoring and not scores_tokens(model.model.config):
+            # a process reward model scores the separator that ends the text
             eos = model.tokenizer.eos_token or ""
             text = text.removesuffix(eos) + eos
         return encode_plain(model.tokenizer, text)

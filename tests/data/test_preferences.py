@@ -16,7 +16,7 @@ from finetune.data.formats import Completion, Conversation, Document, Question, 
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_end_of_prompt, parse_pair, parse_prompt
 from finetune.data.prepare import PreparedData
-from finetune.errors import UserError
+from finetune.errors import EXIT_USER_ERROR, UserError
 from tests.data.conftest import Prepare
 from tests.data.test_prepare import names, write_lines
 
@@ -475,6 +475,37 @@ def test_inspect_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [
         (row["example"], row["side"]) for row in json.loads(capsys.readouterr().out)["rows"]
     ] == [(2, "chosen"), (3, "rejected")]
+
+
+def test_pairs_that_all_teach_nothing_for_several_reasons_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No reason alone is fatal."""
+    monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 4)
+    path = str(write_lines(tmp_path / "a.jsonl", [pair_of(1, "no"), pair_of(2, "")]))
+    for keys in (["method=dpo"], ["method=orpo", "streaming=true", "max_steps=1"]):
+        assert main(["inspect", path, f"dataset_cache_dir={tmp_path}", *keys]) == EXIT_USER_ERROR
+        equal, empty, last = capsys.readouterr().err.splitlines()
+        assert equal.startswith("warning: sides_equal: ") and f"{path}:1" in equal
+        assert empty.startswith("warning: side_empty: ") and f"{path}:2" in empty
+        assert "datasets: nothing is left" in last
+
+
+@pytest.mark.parametrize("part", ["context", "choices", "option_a", "Passage", "level"])
+def test_a_question_that_is_asked_without_its_parts_is_found(part: str) -> None:
+    """Training on answers refuses the same rows, until the recipe names the question's column."""
+    row = {"question": "Who did it?", part: "Ann or Bob", "answer": "Ann"}
+    source = DatasetSource(path="rows.jsonl")
+    parsed = parse_prompt(row, source)
+    is_part = part != "level"
+    assert parsed.findings == (("question_part_unread",) if is_part else ())
+    assert parsed.unused_columns == ((part,) if is_part else ())
+    if is_part:
+        with pytest.raises(BadRow, match="unknown format: its columns are question, "):
+            parse_row(row, source)
+    named = DatasetSource(path="rows.jsonl", prompt_column="question")
+    whole = {"prompt": "Who did it?", part: "Ann or Bob"}
+    assert not parse_prompt(row, named).findings and not parse_prompt(whole, source).findings
 
 
 def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, shared: Path) -> None:

@@ -1,5 +1,6 @@
 """Rated answers in every form, each with another prompt's answer that depends on the order of the source alone."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from finetune.config.schema import RENDERINGS, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Completion, Conversation
 from finetune.data.messages import BadRow
+from finetune.data.packing import StoredBatches
 from finetune.data.preferences import find_mismatched, join_answer, parse_ratings
 from finetune.data.prepare import PreparedData
 from finetune.errors import UserError
@@ -148,6 +150,14 @@ def test_rated_answers_from_a_file_to_batches(
     assert data.report.lines()[0].startswith("9 rated answers (5 good, 4 bad), ")
     (duplicate,) = [finding for finding in data.report.findings if finding.name == "duplicates"]
     assert duplicate.rows == 1  # the same answer rated otherwise is another
+    assert isinstance(data.train, StoredBatches)
+    trained_in_epoch = 0  # without the mismatched answers, which have no gradient
+    for step in islice(data.train.batches(), data.train.steps_per_epoch):
+        labels = [m.labels for m in step.micro_batches]
+        trained = int(sum((each != IGNORE_INDEX).sum() for each in labels))
+        assert step.trained_tokens == step.chosen_tokens == trained
+        trained_in_epoch += trained
+    assert report["trained_tokens"] == report["sources"][0]["trained_tokens"] == trained_in_epoch
     for step in data.train.batches():
         for m in step.micro_batches:
             assert m.desirable is not None and m.desirable.dtype == torch.bool
@@ -163,6 +173,21 @@ def test_rated_answers_from_a_file_to_batches(
         )
         filler = next(rank.train.batches()).micro_batches[0]
         assert filler.desirable is not None and filler.desirable.shape == (0,)
+
+
+def test_a_pair_of_equal_answers_is_not_rated_as_good_and_as_bad(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    """DPO does not use such a pair either."""
+    pairs = [{"question": f"Q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(4)]
+    pairs[1]["rejected"] = pairs[1]["chosen"]
+    path = write_lines(tmp_path / "a.jsonl", pairs)
+    of_kto, of_dpo = (prepare([{"path": str(path)}], method=method) for method in ("kto", "dpo"))
+    for data in (of_kto, of_dpo):
+        (equal,) = [finding for finding in data.report.findings if finding.name == "sides_equal"]
+        assert (equal.severity, equal.where) == ("warning", (f"{path}:2",))
+    answers = [answer.removesuffix("<|end|>") for _, answer in texts(of_kto)[::2]]
+    assert answers == [text for i in (0, 2, 3) for text in (f"good {i}", f"bad {i}")]
 
 
 def test_mismatched_answers_reach_over_batches_of_rows_and_pairs_are_taken_apart(

@@ -1,6 +1,7 @@
 """Hostile and broken files: an error with file and row, or a bad row in its place; never a traceback, and no other row lost."""
 
 import cProfile
+import csv
 import gzip
 import io
 import json
@@ -15,8 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.config.schema import DatasetSource
+from finetune.config.methods import RowKind
+from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import parse_row
+from finetune.data.groups import GroupReader
 from finetune.data.messages import BadRow
 from finetune.data.readers import MAX_ROW_BYTES, RepeatedKeys, _read_lines
 from finetune.data.sources import find_splits, read_file
@@ -213,6 +216,36 @@ def test_csv_values_stay_the_text_that_they_are(tmp_path: Path) -> None:
     assert [(number, str(row)) for number, row in rows if isinstance(row, BadRow)] == [
         (5, "1 fields where the first line names 2 columns")
     ]
+
+
+PAIR = {"prompt": "Q", "chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("classes", [{"text": "x", "label": 0}, {"text": "y", "label": 1}]),
+        ("ranked", [{"query": "q", "document": "x", "label": n} for n in (1, 0.5, 2e-3)]),
+        ("scored_pairs", [{**PAIR, "margin": n} for n in (1, -0.5, None)]),
+        ("pairs", [{**PAIR, "score_chosen": 2, "score_rejected": n} for n in (7.5, 1, None)]),
+    ],
+)
+def test_the_numbers_of_csv_are_those_of_json(
+    kind: RowKind, rows: list[dict[str, object]], tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    source = DatasetSource(path="rows.csv")
+    data = Data(labels=("bad", "good"), num_negatives=0)
+    of_csv, of_json = (
+        GroupReader(kind, data).read(read, source)
+        for read in ([row for _, row in read_file(str(path))], rows)
+    )
+    assert not any(isinstance(row, BadRow) for row in of_json)
+    assert of_csv == of_json
 
 
 def test_parquet_and_arrow_and_text_are_read(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from finetune.config.schema import Batch, Data, DatasetSource, Optimization, Recipe, Run
 from finetune.data import prepare as streaming
 from finetune.data.data_report import Report, StreamReport
-from finetune.data.findings import Finding
+from finetune.data.findings import Finding, Tally
 from finetune.data.prepare import PreparedData, StreamedBatches, open_stream
 from finetune.data.sources import interleave_sources
 from finetune.errors import UserError
@@ -216,6 +216,25 @@ def test_what_is_skipped_and_cut_is_reported_once_and_counted(
     assert isinstance(report, StreamReport) and report.add(grown)[0].startswith(
         "warning: truncated: in "
     )
+
+
+def test_a_stream_says_of_a_finding_what_a_file_that_is_all_read_does(
+    stream: Stream, tmp_path: Path
+) -> None:
+    rows = [{"text": f"row {i}", "photo": {"path": "a.png", "bytes": None}} for i in range(100)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    reports: list[Report] = []
+    batches = stream()
+    list(batches.batches(on_report=lambda report, _: reports.append(report)))
+    (finding,) = (each for each in reports[-1].findings if each.name == "images_unread")
+    (of_block,) = batches.open_block(0)[2].findings
+    assert finding.rows > of_block.rows
+    assert finding.what == of_block.what and finding.what.endswith("; first: the column photo")
+    tally = Tally()
+    for tokens in (3, 4):
+        block = Tally(rows={"turns_split": 1}, tokens={"turns_split": tokens})
+        tally.add_finding(*block.list_findings(examined=2))
+    assert tally.list_findings(examined=4)[0].what.endswith("; 7 more tokens")
 
 
 def test_a_run_over_a_stream_reports_what_it_skips_and_cuts(

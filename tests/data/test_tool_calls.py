@@ -363,7 +363,15 @@ def test_dropped_text_beside_a_call_dropped_reasoning_and_empty_answers_are_repo
         }
     )
     assert not {"reasoning_dropped", "reasoning_twice"} & {*render(both, chatml).findings}
-    for name in ("qwen3", "qwen3.5", "glm4.5", "nemotron3", "kimi-k2-thinking", "gemma4"):
+    for name in (
+        "qwen3",
+        "qwen3.5",
+        "glm4.5",
+        "nemotron3",
+        "kimi-k2-thinking",
+        "gemma4",
+        "gpt-oss",
+    ):
         renderer = make_renderer(tokenizer_with(TEMPLATES[name]), True)
         twice = render(both, renderer)
         assert "reasoning_twice" in twice.findings and twice.text.count("Clouds.") == 2

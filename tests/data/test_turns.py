@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig
 
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.formats import Completion, Conversation, parse_row
+from finetune.data.formats import Completion, Conversation, Document, Steps, Text, parse_row
 from finetune.data.messages import BadRow
-from finetune.data.render import render_turns
+from finetune.data.render import render_scored, render_turns
 from finetune.data.token_store import Tokens
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import TEMPLATES, make_encoder, make_renderer
@@ -577,3 +578,25 @@ def test_chat_asks_without_a_template_as_was_trained_also_where_the_tokenizer_wr
         question = make_question([{"role": "user", "content": typed}])
         scored = encode_prompt(replace(model, model=scoring), question)
         assert scored == tokenizer.encode("2+2= 4")
+
+
+@pytest.mark.parametrize("head", ["TokenClassification", "SequenceClassification"])
+def test_a_scored_text_ends_as_in_training(head: str) -> None:
+    """A process reward model scores a step's separator, behind which its rows have no EOS."""
+    config = LlamaConfig(vocab_size=264, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, architectures=[f"LlamaFor{head}"])  # fmt: skip
+    scorer = getattr(transformers, f"LlamaFor{head}")(config)
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = None
+    asked = Conversation(({"role": "user", "content": "2+2?2+2=4\n"},), (False,))
+    ids = encode_prompt(InferenceModel("scorer", scorer, tokenizer, None, {}), asked)
+    if head == "SequenceClassification":
+        document: Document = Text("2+2?2+2=4\n")
+        (text,) = (render_scored(document, make_renderer(tokenizer, True)),)
+        trained = tokenizer(text.text, add_special_tokens=False).input_ids
+    else:
+        document = Steps("2+2?", ("2+2=4",), (1,), "\n")
+        texts = render_turns(document, make_renderer(tokenizer, True))
+        trained = tokenize(texts, [(0, 1)], make_encoder(tokenizer)).input_ids.tolist()
+    assert [i for i in ids if i != tokenizer.bos_token_id] == [
+        i for i in trained if i != tokenizer.bos_token_id
+    ]

@@ -730,6 +730,19 @@ def dry_run(recipe: Path, *keys: str) -> None:
     fine_tune(read_recipe(str(recipe), list(keys)), sharding, dry_run=True)
 
 
+@pytest.mark.parametrize("names", [("few", "many"), ("many", "few")])
+def test_rewards_are_compared_with_the_columns_of_every_source(
+    names: tuple[str, ...], recipes: dict[str, Path], tmp_path: Path
+) -> None:
+    """Only `few` has the column that the reward takes, and its rows may stand behind 120 others."""
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "many.jsonl").write_text('{"prompt": "What?", "level": 1}\n' * 120)
+    (tmp_path / "few.jsonl").write_text('{"prompt": "What?", "solution": "4"}\n' * 2)
+    sources = ", ".join(f"{{path: {tmp_path}/{name}.jsonl}}" for name in names)
+    keys = [f"datasets=[{sources}]", "eval_datasets=[]", "reward_weights=[1]"]
+    dry_run(recipes["packed"], *keys, f"rewards=[{tmp_path}/mine.py:right]")
+
+
 def test_a_dry_run_asks_the_rewards(
     recipes: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
-from finetune.data.batches import MicroBatch, StepBatch
+from finetune.constants import ceil_div
+from finetune.data.batches import Ids, MicroBatch, StepBatch
 from finetune.data.environments import has_tools
+from finetune.data.examples import Examples
 from finetune.data.messages import Message
 from finetune.data.packing import StoredBatches
 from finetune.data.paid_text import read_reward_texts
@@ -195,7 +197,7 @@ def _make_measure(
     return measure
 
 
-CHECKED_ROWS = 100  # how many of the first rows `check_rewards` reads for the columns of the data
+CHECKED_ROWS = 100  # how many rows of each source `check_rewards` reads for the data's columns
 
 
 def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
@@ -218,7 +220,7 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
         columns = set[str]()
         if recipe.rollout.environment:
             columns.add("environments")  # reward functions may take their states
-        for row in read_rows(examples, np.arange(min(CHECKED_ROWS, len(examples)))):
+        for row in read_rows(examples, _spread_ids(examples)):
             columns.update(row["columns"])
         rewards.check_arguments(sorted(columns))
 
@@ -226,6 +228,15 @@ def check_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
         RankGroup(world).on_main(check)
     finally:
         rewards.close()
+
+
+def _spread_ids(examples: Examples) -> Ids:
+    """Returns the ids of up to CHECKED_ROWS examples of each source, evenly spaced."""
+    spread = []
+    for number in range(len(examples.stores)):
+        ids = np.flatnonzero(examples.store == number)
+        spread.append(ids[:: max(1, ceil_div(len(ids), CHECKED_ROWS))])
+    return np.concatenate(spread)
 
 
 def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
