@@ -161,7 +161,7 @@ def _train(
         run = session.start(hooks)
         with session.computing(), run.log:
             run.notify("on_start", progress)
-            evaluate_before_training(run, progress, signals)
+            progress = evaluate_before_training(run, progress, signals)
             progress = train(run, progress, signals)
             progress = evaluate_after_training(run, progress, signals)
             run.notify("on_end", progress)

@@ -39,6 +39,8 @@ class Progress:
     best_eval_loss: float | None = None  # the lowest held-out loss so far
     best_step: int | None = None  # the step of that loss
     evaluations_since_best: int = 0  # evaluations after that step
+    # whether a signal has stopped the evaluation of this step, which the resumed run begins with
+    owes_evaluation: bool = False
     scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state, in a checkpoint
     callbacks: dict[str, Any] | None = None  # callback's name -> its state, in a checkpoint
 
@@ -54,6 +56,7 @@ class Progress:
             tokens=self.tokens + batch.tokens,
             trained_tokens=self.trained_tokens + batch.trained_tokens,
             skipped_steps=self.skipped_steps + is_skipped,
+            owes_evaluation=False,
         )
 
     def after_evaluation(self, loss: float) -> "Progress":
@@ -176,6 +179,7 @@ def _is_file(value: Any) -> bool:
 KINDS: Mapping[str, Callable[[Any], bool]] = {
     "count": _is_count,
     "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "flag": lambda value: isinstance(value, bool),
     "text": _is_text,
     "object": lambda value: isinstance(value, dict),
     "texts": partial(_is_object_of, _is_text),
@@ -198,6 +202,7 @@ _STATE = {
     "epoch": "number",
     "best_eval_loss": "number none",
     "best_step": "count none",
+    "owes_evaluation": "flag missing",
     "scaler": "object none",
     "callbacks": "object none missing",
     "recipe": "object",

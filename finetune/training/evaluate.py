@@ -157,11 +157,14 @@ def describe_quality(metrics: Mapping[str, float]) -> str:
     return ""
 
 
-def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
-    """Evaluates the model before the first step; in a run that resumes after a step, only checks
-    for signals.
+def evaluate_before_training(
+    run: TrainingRun, progress: Progress, signals: SignalListener
+) -> Progress:
+    """Evaluates the model before the first step, or after the step at which the run resumes if a
+    signal has stopped that evaluation. Otherwise only checks for signals.
 
-    Raises `Preempted` if a signal asks to stop, or has asked since the model began to load.
+    Returns the progress with the held-out loss of the evaluation. Raises `Preempted` if a signal
+    asks to stop, or has asked since the model began to load.
     """
     if progress.step:
         where = f"after step {progress.step}, which is saved"
@@ -170,9 +173,15 @@ def evaluate_before_training(run: TrainingRun, progress: Progress, signals: Sign
     preempted = run.preempted(where)
     if signals.agree(run.world).stop:
         raise preempted
+    if progress.step == 0 or progress.owes_evaluation:
+        progress = evaluate(
+            run, progress, lambda batches: signals.interrupt(batches, run.world, preempted)
+        )
     if progress.step == 0:
-        evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, preempted))
+        if signals.agree(run.world).stop:
+            raise preempted
         evaluate_exact_match(run, progress)
+    return progress
 
 
 def evaluate_after_training(

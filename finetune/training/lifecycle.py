@@ -173,7 +173,7 @@ def make_objectives(
         recipe: The recipe, which names the method.
         data: The run's data.
         inputs: The fingerprints that `fingerprint_inputs` returned.
-        signals: A signal may stop the computation of a reference.
+        signals: A signal may stop the computation of a reference, or of a stored teacher.
         world: The ranks of the run.
         folder: The run's folder; None if it has none.
     """
@@ -182,7 +182,7 @@ def make_objectives(
     if recipe.teacher is not None:
         load = partial(load_checked_teacher, recipe, recipe.teacher, world)
         if recipe.method.distill_top_k is not None:
-            stored = find_stored_teacher(model, recipe, data, inputs, world, load)
+            stored = find_stored_teacher(model, recipe, data, inputs, signals, world, load)
             training = stored["training"]
             held_out = stored.get("held_out", training)  # without held-out data, never measured
             return Objectives(Distillation(training), Distillation(held_out))

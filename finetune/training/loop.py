@@ -15,6 +15,7 @@ from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
+from finetune.errors import Preempted
 from finetune.files.phases import Phases
 from finetune.training.evaluate import evaluate
 from finetune.training.metrics import Compilation, Window
@@ -90,8 +91,10 @@ def find_due(
     )
 
 
-def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> Due:
-    """Returns what is due once the evaluation of a step is done.
+def find_due_after_evaluation(
+    due: Due, progress: Progress, recipe: Recipe, requests: Requests
+) -> Due:
+    """Returns what is due once the evaluation of a step is done, or stopped by a signal.
 
     The evaluation may show that this step is the best one, which is saved, or that the run has run
     out of patience and ends.
@@ -100,10 +103,14 @@ def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> D
         due: What was due before the evaluation.
         progress: With the result of the evaluation.
         recipe: Of the run.
+        requests: What the ranks agreed on after the evaluation.
     """
     ends = due.end or is_out_of_patience(progress, recipe.run)
     is_best = recipe.checkpoint.keep_best_checkpoint and progress.best_step == progress.step
-    return replace(due, save=due.save or ends or is_best, end=ends)
+    is_asked_for = requests.stop or requests.save
+    return replace(
+        due, save=due.save or ends or is_best or is_asked_for, end=ends, stop=requests.stop
+    )
 
 
 def is_out_of_patience(progress: Progress, run: Run) -> bool:
@@ -132,7 +139,8 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     world = run.world
     saver = run.saver
     last_step = run.schedule.steps
-    if is_out_of_patience(progress, recipe.run):  # the run had stopped early, and is resumed
+    if is_out_of_patience(progress, recipe.run):  # the run is resumed where it stops early
+        _say_early_stop(run, progress)
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
     in_backward = _make_update_in_backward(run)
@@ -153,8 +161,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         in_backward or nullcontext(),
         garbage_collected_between_lines(),
     ):
-        if progress.step < last_step:  # else nothing is left to save
-            _check_save(run, last_step)
+        _check_save(run, progress.step, last_step)
         run.model.train()
         window = Window(world.device)
         for batch, wait_seconds in _timed(run.read_batches(progress.step), run.watchdog):
@@ -186,8 +193,8 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 _log(run, line, compilation)
                 window = Window(world.device)
             if due.evaluate:
-                progress = _evaluate(run, progress, window)
-                due = find_due_after_evaluation(due, progress, recipe)
+                progress = _evaluate(run, progress, window, signals)
+                due = find_due_after_evaluation(due, progress, recipe, signals.agree(world))
             # After the evaluation: if a callback fails, the step is saved and not evaluated again.
             if line is not None:
                 run.notify("on_log", progress, line)
@@ -202,11 +209,16 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 raise run.preempted(f"after step {progress.step} of {last_step}, which is saved")
         run.finish_save()
     if progress.step < last_step:
-        run.log.say(
-            f"step {progress.step}: stopped early; the held-out loss was lowest at step "
-            f"{progress.best_step}"
-        )
+        _say_early_stop(run, progress)
     return progress
+
+
+def _say_early_stop(run: TrainingRun, progress: Progress) -> None:
+    """Logs that early stopping ends the run, and which step was the best."""
+    run.log.say(
+        f"step {progress.step}: stopped early; the held-out loss was lowest at step "
+        f"{progress.best_step}"
+    )
 
 
 def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:
@@ -216,8 +228,10 @@ def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:
     return UpdateInBackward(run.optimizer, run.recipe, run.world)
 
 
-def _check_save(run: TrainingRun, last_step: int) -> None:
-    """Saves a checkpoint on trial, as `Saver.check_save` does."""
+def _check_save(run: TrainingRun, step: int, last_step: int) -> None:
+    """Saves a checkpoint on trial, as `Saver.check_save` does, unless all steps are done."""
+    if step >= last_step:
+        return
     run.watchdog.beat("saving a trial checkpoint")
     run.saver.check_save(last_step, run.data.train.steps_per_epoch)
 
@@ -274,10 +288,21 @@ def _log(run: TrainingRun, line: dict[str, Any], compilation: Compilation) -> No
     gc.collect(generation=1)
 
 
-def _evaluate(run: TrainingRun, progress: Progress, window: Window) -> Progress:
-    """Evaluates a step as `evaluate` does, without counting the seconds in `window`."""
+def _evaluate(
+    run: TrainingRun, progress: Progress, window: Window, signals: SignalListener
+) -> Progress:
+    """Evaluates a step as `evaluate` does, without counting the seconds in `window`.
+
+    If a signal asks to stop before the held-out loss is measured, the evaluation ends without it,
+    and the progress `owes_evaluation`.
+    """
     with window.paused():
-        progress = evaluate(run, progress)
+        try:
+            progress = evaluate(
+                run, progress, lambda batches: signals.interrupt(batches, run.world, Preempted())
+            )
+        except Preempted:
+            progress = replace(progress, owes_evaluation=True)
         run.model.train()  # an evaluation switches dropout off
     return progress
 

@@ -25,6 +25,7 @@ METRICS, SAMPLES, FINISHED = "metrics.jsonl", "samples.jsonl", "finished.json"
 COMPLETIONS = "completions.jsonl"
 LOOKED_AT = (SAMPLES, COMPLETIONS)  # nothing is computed with them
 STEPS = 6
+EVALUATED = ("best_eval_loss", "best_step", "evaluations_since_best", "owes_evaluation")
 
 
 class Lost(Exception):
@@ -86,6 +87,12 @@ def contents(checkpoint: Path) -> dict[str, Any]:
     return files | {manifest.STATE: read_state(checkpoint) | {"recipe": None}}
 
 
+def without_evaluation(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """The `contents` of a checkpoint without what the evaluation of its step writes in state.json."""
+    state = contents.get(manifest.STATE, {})
+    return dict(contents) | {manifest.STATE: state | dict.fromkeys(EVALUATED)}
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a file, without its clocks and seconds; a killed process may leave a half after them."""
     whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -128,7 +135,10 @@ def compare_checkpoints(
             continue
         if problems:
             raise Lost(f"{path.name}: {problems}")
-        if difference := first_difference(reference.checkpoints.get(step, {}), contents(path)):
+        expected, found = reference.checkpoints.get(step, {}), contents(path)
+        if found[manifest.STATE].get("owes_evaluation"):  # a signal has stopped it
+            expected, found = map(without_evaluation, (expected, found))
+        if difference := first_difference(expected, found):
             raise Silent(f"{path.name} is not the undisturbed run's: {difference}")
         sound.add(step)
     resumed, newest = max(before, default=0), max(sound, default=0)

@@ -2,8 +2,11 @@
 resumed exactly; and teachers that cannot teach are refused in a sentence."""
 
 import json
+import os
 import re
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+import finetune
 from finetune.checkpoint.resume import find_changed_inputs, fingerprint_inputs
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding
@@ -28,6 +32,7 @@ from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.models.load import Teacher
 from finetune.plan import run_spec
 from finetune.training.lifecycle import make_objectives
 from finetune.training.objectives import distill
@@ -278,18 +283,16 @@ def test_a_stored_teacher_is_a_bound_from_below_and_checksummed(
         if np.load(path, allow_pickle=False).shape[1] == 5
     )
     known = distill._open_stored(folder, found.train, recipe)  # type: ignore[arg-type]
-    assert (
-        known is not None
-        and known.rows == 262
-        and (known.places[:, 2] == found.train.examples.trained).all()
-    )  # type: ignore[union-attr]
+    assert known.rows == 262
+    assert distill._find_missing_steps(known, found.train) == []  # type: ignore[arg-type]
     scores = known.pieces[0][1]
     assert scores.dtype == np.float32 and np.exp(scores).sum(1) == pytest.approx(1, abs=1e-5)
     damaged = next(folder.glob("*-scores.npy"))
     content = bytearray(damaged.read_bytes())
     content[-9] ^= 1
     damaged.write_bytes(content)
-    assert distill._open_stored(folder, found.train, recipe) is None  # type: ignore[arg-type]
+    known = distill._open_stored(folder, found.train, recipe)  # type: ignore[arg-type]
+    assert distill._find_missing_steps(known, found.train) == [*range(found.train.steps_per_epoch)]  # type: ignore[arg-type]
 
 
 def test_a_teacher_holds_a_piece_of_what_it_finds_and_not_all(
@@ -301,8 +304,8 @@ def test_a_teacher_holds_a_piece_of_what_it_finds_and_not_all(
     monkeypatch.setattr(run_spec, "STORED_PIECE_BYTES", piece)
     recipe: Any = SimpleNamespace(method=SimpleNamespace(distill_top_k=k))
     world: Any = SimpleNamespace(
-        rank=0, size=1, local_rank=0, is_main=False, device=torch.device("cpu"),
-        any=lambda flag: flag, gather=lambda value, group: [value],
+        rank=0, size=1, local_rank=0, is_main=True, device=torch.device("cpu"),
+        sum=lambda values: values, gather=lambda value, group: [value],
     )  # fmt: skip
 
     class Micro(SimpleNamespace):
@@ -318,7 +321,7 @@ def test_a_teacher_holds_a_piece_of_what_it_finds_and_not_all(
 
     trained = np.full(steps, tokens)
     batches: Any = SimpleNamespace(
-        steps=steps, steps_per_epoch=steps, step_batch=make_batch,
+        step_batch=make_batch, rows_of=lambda step: [np.array([step])],
         examples=SimpleNamespace(trained=trained),
     )  # fmt: skip
     model = nn.Linear(1, 262)
@@ -328,13 +331,61 @@ def test_a_teacher_holds_a_piece_of_what_it_finds_and_not_all(
         find_top=lambda step, rows, k: (torch.full((tokens, k), step), torch.ones(tokens, k + 1)),
     )
     folder = tmp_path / "teacher"
-    held = allocated_peak(lambda: distill._store(teacher, folder, batches, model, recipe, world))
+    held = allocated_peak(
+        lambda: distill._store(
+            teacher, folder, batches, range(steps), model, recipe, SignalListener(), world
+        )
+    )
     spec: Any = SimpleNamespace(recipe=recipe, accumulation=1, tokens=tokens)
     of_a_forward = 2 * 8 * tokens * k  # its ids are int64 until they are kept
     assert held <= run_spec._count_unwritten(spec) + of_a_forward
     written = [np.load(path) for path in sorted(folder.glob("*-ids.npy"))]
     assert len(written) > 1
     assert (np.concatenate(written)[:, 0] == np.repeat(np.arange(steps), tokens)).all()
+
+
+def test_a_stored_teacher_that_a_signal_stops_computes_only_the_rest(
+    tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped in the training data and then in the held-out data, a run has the losses of one that was never stopped."""
+    make_model(tmp_path / "wide", seed=3, hidden_size=48)
+    asked = list[int]()  # for each start, how many micro-batches the teacher was asked of
+    stop_at = list[int]()  # for each start, at which of them it gets SIGTERM
+    find_top = Teacher.find_top
+
+    def find_and_signal(*arguments: Any) -> Any:
+        asked[-1] += 1
+        if asked[-1] == stop_at[-1]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # the listener is another thread
+        return find_top(*arguments)
+
+    monkeypatch.setattr(Teacher, "find_top", find_and_signal)
+    losses = []
+    for name, stops in (("whole", ()), ("stopped", (2, 14))):
+        recipe = tiny_recipe(
+            method="distill",
+            teacher_model_name_or_path=str(tmp_path / "wide"),
+            distill_top_k=5,
+            eval_split_size=8,
+            packing=False,
+            max_steps=4,
+            output_dir=str(tmp_path / name),
+            dataset_cache_dir=str(tmp_path / f"{name}-cache"),
+            export_at_end=False,
+        )
+        for stop in stops:
+            asked.append(0)
+            stop_at.append(stop)
+            with pytest.raises(finetune.Preempted, match=r"the same command computes the rest$"):
+                finetune.train(recipe)
+        asked.append(0)
+        stop_at.append(0)
+        lines = finetune.train(recipe).metrics
+        losses.append([(e.get("loss"), e.get("eval_loss")) for e in lines if "phase" not in e])
+    # a step is finished: of four in training, of two held out
+    assert asked == [24, 4, 14, 6]
+    assert losses[0] == losses[1]
 
 
 def runs_log(run: Path) -> str:

@@ -18,10 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import finetune
 from finetune.checkpoint import folders, manifest
+from finetune.data.batches import StepBatch
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from finetune.files.run_files import losses_of
-from finetune.training.watch import ECHO_SECONDS, EXIT_HUNG, SignalListener
+from finetune.training.watch import ECHO_SECONDS, EXIT_HUNG, SignalListener, Watchdog
 from tests.conftest import make_tokenizer
 from tests.ranks import ROOT, Ranks, environment, launch_ranks, start_ranks
 
@@ -104,6 +106,58 @@ def test_a_signal_during_a_compile_is_answered_at_once(capfd: pytest.CaptureFixt
     assert second == "SIGTERM: saving, then stopping; send it again to stop at once", (
         "what is compiled is no compile"
     )
+
+
+def test_a_run_that_is_stopped_in_each_evaluation_is_the_run_that_was_never_stopped(
+    tmp_path: Path,
+    tiny_recipe: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It leaves the evaluation and makes no other step, and it stops early after the same step with the same best one."""
+    read = list[int]()  # held-out batches in each evaluation of a start
+
+    def watched(_: object, batches: Iterator[StepBatch], doing: str) -> Iterator[StepBatch]:
+        """Sends SIGTERM after the first batch of a start's second evaluation, if the start `is_stopped`."""
+        read.append(0)
+        for batch in batches:
+            yield batch
+            read[-1] += 1
+            if is_stopped and len(read) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(0.2)  # the listener is another thread
+
+    monkeypatch.setattr(Watchdog, "watched", watched)
+    found = []
+    for name, stopped_after in (("whole", ()), ("stopped", (1, 2, 3))):
+        recipe = tiny_recipe(
+            output_dir=str(tmp_path / name),
+            packing=False,
+            max_steps=8,
+            learning_rate=1.0,
+            lr_scheduler_type="constant",
+            eval_split_size=8,
+            eval_steps=1,
+            early_stopping_patience=2,
+            export_at_end=False,
+        )
+        is_stopped = True
+        for step in stopped_after:
+            read.clear()
+            with pytest.raises(finetune.Preempted, match=f"after step {step} of 8, which is saved"):
+                finetune.train(recipe)
+            assert read[1:] == [1]
+        is_stopped = False
+        lines = finetune.train(recipe).metrics
+        losses = [
+            (line["step"], line.get("loss"), line.get("eval_loss"))
+            for line in lines
+            if "phase" not in line
+        ]
+        said = re.findall("step .*: stopped early; .*", capfd.readouterr().err)
+        found.append((losses, said))
+    assert found[0] == found[1]
+    assert found[0][1] == ["step 3: stopped early; the held-out loss was lowest at step 1"]
 
 
 @pytest.mark.slow

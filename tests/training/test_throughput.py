@@ -31,9 +31,9 @@ def test_evaluations_and_saves_do_not_slow_the_steps_that_are_logged(
         if progress.step in (2, 3):
             paused += PAUSE_SECONDS
 
-    def slow_evaluate(run: Any, progress: Progress) -> Any:
+    def slow_evaluate(run: Any, progress: Progress, *rest: Any) -> Any:
         pause(progress)
-        return evaluate(run, progress)
+        return evaluate(run, progress, *rest)
 
     def slow_save(saver: Saver, progress: Progress) -> None:
         pause(progress)

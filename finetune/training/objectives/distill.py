@@ -33,8 +33,8 @@ from finetune.data.tokenizer import refuse_other_tokenizer
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import RankGroup, World
-from finetune.errors import UserError
-from finetune.files.durable import checksum, empty_folder, write_file
+from finetune.errors import Preempted, UserError
+from finetune.files.durable import checksum, make_folder, write_file
 from finetune.files.json_files import read_json_object
 from finetune.files.tensors import read_folder
 from finetune.models.cross_entropy import HeadFunction
@@ -42,11 +42,13 @@ from finetune.models.load import Teacher
 from finetune.models.log_probabilities import DivergenceOptions, TopScores, head_divergence
 from finetune.training.objectives.objective import Measured, Objective
 from finetune.training.reference import (
+    SAVE_SECONDS,
     documents_of,
     find_stored,
     hash_model_and_data,
     steps_of_examples,
 )
+from finetune.training.watch import SignalListener
 from finetune.units import counted
 
 
@@ -124,24 +126,31 @@ def find_stored_teacher(
     recipe: Recipe,
     data: PreparedData,
     inputs: Mapping[str, str],
+    signals: SignalListener,
     world: World,
     load: Callable[[], Teacher],
 ) -> dict[str, StoredTeacher]:
-    """Finds the files of the teacher's likeliest tokens, or writes them; returns them opened.
+    """Finds the files of the teacher's likeliest tokens, writes those that are missing or damaged,
+    and returns them opened.
 
-    All ranks call it. The teacher is loaded only if files are missing or damaged.
+    All ranks call it. The teacher is loaded only if it has to compute something.
 
     Args:
         model: The student. Only tokens that are in its vocabulary too are kept.
         recipe: With its teacher.
         data: The training and held-out data.
         inputs: The fingerprints that `fingerprint_inputs` makes.
+        signals: A signal may stop the teacher.
         world: The ranks of the run.
         load: Loads the teacher.
 
     Returns:
         The stored teacher of the training data, and that of the held-out data if there are any,
         under the names of `find_stored`.
+
+    Raises:
+        UserError: If a rank does not find what the ranks of other nodes have written.
+        Preempted: If a signal asks to stop. The files have all that was computed.
     """
     stored = find_stored(data)
     ranks = RankGroup(world)
@@ -155,39 +164,38 @@ def find_stored_teacher(
     key: str = ranks.on_main(lambda: hash_model_and_data(recipe, stored, json.dumps(hashed), world))
     folders = {name: cache_folder(recipe.data) / f"teacher-{key}" / name for name in stored}
 
-    def open_complete() -> dict[str, StoredTeacher]:
-        """Opens the files of those data that every rank finds complete."""
-        opened = {}
-        for name, batches in stored.items():
-            stored_teacher = _open_stored(folders[name], batches, recipe)
-            if stored_teacher is not None:
-                opened[name] = stored_teacher
-        names_by_rank = ranks.on_all(lambda: sorted(opened))
-        on_every_rank = set(opened).intersection(*names_by_rank)
-        return {name: each for name, each in opened.items() if name in on_every_rank}
+    def open_all() -> tuple[dict[str, StoredTeacher], dict[str, list[int]]]:
+        """Opens the files, and finds the steps that they lack on this rank."""
+        opened = {name: _open_stored(folders[name], stored[name], recipe) for name in stored}
+        missing = {name: _find_missing_steps(opened[name], stored[name]) for name in stored}
+        return opened, missing
 
-    teachers = open_complete()
-    missing = [name for name in stored if name not in teachers]
-    if missing:
+    teachers, missing = open_all()
+    missing_on_main: dict[str, list[int]] = ranks.on_main(lambda: missing)
+    if any(missing_on_main.values()):
         teacher = load()
-        for name in missing:
-            _store(teacher, folders[name], stored[name], model, recipe, world)
-        teachers = open_complete()
-    for name in stored:
-        if name not in teachers:
+        for name, steps in missing_on_main.items():
+            _store(teacher, folders[name], stored[name], steps, model, recipe, signals, world)
+        teachers, missing = open_all()
+    ranks.on_all(lambda: _refuse_missing(folders, missing))
+    return teachers
+
+
+def _refuse_missing(folders: Mapping[str, Path], missing: Mapping[str, Sequence[int]]) -> None:
+    """Raises `UserError` if this rank does not find what the ranks of other nodes have written.
+
+    `missing`: the steps that each folder lacks.
+    """
+    for name, steps in missing.items():
+        if steps:
             raise UserError(
                 f"{folders[name]}: lacks what other nodes have computed; set dataset_cache_dir to "
                 "a folder that all share"
             )
-    return teachers
 
 
-def _open_stored(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher | None:
-    """Opens the files that `_store` wrote into `folder`.
-
-    Returns None if there are none, if one is damaged, or if they lack an example that the run
-    reads.
-    """
+def _open_stored(folder: Path, batches: StoredBatches, recipe: Recipe) -> StoredTeacher:
+    """Opens the pieces that `_store` wrote into `folder`, but not those that are damaged."""
     pieces: list[tuple[Int32s, NDArray[np.float32]]] = []
     places = np.full((len(batches.examples), 3), -1, np.int64)
     rows = 0
@@ -195,7 +203,7 @@ def _open_stored(folder: Path, batches: StoredBatches, recipe: Recipe) -> Stored
         description = read_json_object(path)
         arrays = _open_piece(path, description)
         if arrays is None:
-            return None
+            continue
         examples, ids, scores = arrays
         example_ids, token_counts = examples.T
         piece = np.full(len(example_ids), len(pieces))
@@ -203,19 +211,17 @@ def _open_stored(folder: Path, batches: StoredBatches, recipe: Recipe) -> Stored
         places[example_ids] = np.stack([piece, first_tokens, token_counts], 1)
         pieces.append((ids, scores))
         rows = description["rows"]  # the same in every piece
-    needed = _list_read_examples(batches)
-    stored_counts = places[:, 2]
-    if not pieces or (stored_counts[needed] != batches.examples.trained[needed]).any():
-        return None
     keys = recipe.method
     options = DivergenceOptions(keys.distill_beta, keys.temperature, keys.distill_alpha)
     return StoredTeacher(pieces, places, rows, options)
 
 
-def _list_read_examples(batches: StoredBatches) -> NDArray[Any]:
-    """Lists the examples that the run trains on, or measures: int64[examples], sorted."""
+def _find_missing_steps(stored: StoredTeacher, batches: StoredBatches) -> list[int]:
+    """Finds the steps with an example whose trained tokens are not all in the files."""
+    stored_counts = stored.places[:, 2]
+    is_missing = stored_counts != batches.examples.trained
     steps = steps_of_examples(batches)
-    return np.unique(np.concatenate([documents_of(batches, step) for step in steps]))
+    return [step for step in steps if is_missing[documents_of(batches, step)].any()]
 
 
 def _open_piece(path: Path, description: Mapping[str, Any]) -> list[NDArray[Any]] | None:
@@ -237,14 +243,20 @@ def _store(
     teacher: Teacher,
     folder: Path,
     batches: StoredBatches,
+    steps: Sequence[int],
     model: nn.Module,
     recipe: Recipe,
+    signals: SignalListener,
     world: World,
 ) -> None:
-    """Runs the teacher over the data and writes its likeliest tokens into `folder`.
+    """Runs the teacher over the batches of `steps`, and writes its likeliest tokens into `folder`.
 
-    All ranks call it, and each writes its pieces. The former content of the folder is removed.
+    All ranks call it, and each writes its pieces beside those that are there.
+
+    Raises `Preempted` if a signal asks to stop. The files have all that was computed.
     """
+    if not steps:
+        return
     began = time.monotonic()
     top_k = recipe.method.distill_top_k
     assert top_k is not None, "without it no tokens of the teacher are stored"
@@ -254,14 +266,21 @@ def _store(
     rows = min(head.weight.shape[0] for head in (student_head, teacher_head))
     k = min(top_k, rows)
     ranks = RankGroup(world)
-    ranks.on_all(lambda: empty_folder(folder) if world.local_rank == 0 else None)
-    pieces = _find_top_tokens(teacher, batches, rows, k, world)
-    for number, found in enumerate(pieces):
+    ranks.on_all(lambda: make_folder(folder) if world.local_rank == 0 else None)
+    # A piece has several files: their count is a number that no piece has, not even half of one.
+    first_number: int = ranks.on_main(lambda: len(list(folder.iterdir())))
+    pieces = _find_top_tokens(teacher, batches, steps, rows, k, signals, world)
+    for number, found in enumerate(pieces, start=first_number):
         stem = f"piece-{world.rank:05d}-of-{world.size:05d}-{number:05d}"
         ranks.on_all(partial(_write_piece, folder, stem, rows, found))
+        if signals.agree(world).stop:
+            raise Preempted(
+                f"{folder}: stopped by a signal; what the teacher has computed is kept there, and "
+                "the same command computes the rest"
+            )
     if world.is_main:
-        read_examples = _list_read_examples(batches)
-        tokens = int(batches.examples.trained[read_examples].sum(dtype=np.int64))
+        asked_examples = np.unique(np.concatenate([documents_of(batches, step) for step in steps]))
+        tokens = int(batches.examples.trained[asked_examples].sum(dtype=np.int64))
         seconds = time.monotonic() - began
         print(
             f"teacher {folder}: the likeliest {k} of each of {counted(tokens, 'trained token')} in "
@@ -272,18 +291,27 @@ def _store(
 
 
 def _find_top_tokens(
-    teacher: Teacher, batches: StoredBatches, rows: int, k: int, world: World
+    teacher: Teacher,
+    batches: StoredBatches,
+    steps: Sequence[int],
+    rows: int,
+    k: int,
+    signals: SignalListener,
+    world: World,
 ) -> Iterator[list[list[NDArray[Any]]]]:
     """Runs the teacher over this rank's batches, and yields its likeliest tokens.
 
     Yields the content of a piece: the arrays of each micro-batch, in the order of `PARTS`. Every
-    rank yields as many pieces; once a rank holds STORED_PIECE_BYTES after a step, all yield one.
+    rank yields as many pieces: after a step at which a rank holds STORED_PIECE_BYTES, every
+    SAVE_SECONDS, when a signal asks to save or stop, and after the last step.
 
     Args:
         teacher: On every rank.
         batches: Of the training or the held-out data.
+        steps: The steps whose batches are read; at least one.
         rows: The rows of the vocabulary that both models have.
         k: How many of the likeliest tokens are kept; at most `rows`.
+        signals: The signals that this rank receives.
         world: The ranks of the run.
     """
     # a piece has arrays even if this rank has no batch
@@ -293,7 +321,8 @@ def _find_top_tokens(
         np.zeros((0, k + 1), np.float32),
     ]
     found = [empty]  # the arrays of each micro-batch
-    for step in steps_of_examples(batches):
+    yielded_at = time.monotonic()
+    for step in steps:
         for micro_batch in batches.step_batch(step).micro_batches:
             on_device = micro_batch.to(world.device)
             top_ids, top_scores = teacher.find_top(on_device.inputs, rows, k)
@@ -303,11 +332,16 @@ def _find_top_tokens(
             ids = top_ids.cpu()[has_label].int().numpy()
             found.append([examples, ids, top_scores.cpu()[has_label].numpy()])
         held_bytes = sum(array.nbytes for arrays in found for array in arrays)
-        if world.any(held_bytes >= STORED_PIECE_BYTES):
+        if held_bytes >= STORED_PIECE_BYTES or time.monotonic() - yielded_at > SAVE_SECONDS:
+            # asks for a save as a signal would: all ranks agree on it below
+            signals.save = True
+        requests = signals.agree(world)
+        if requests.save or requests.stop or step == steps[-1]:
+            reshard(teacher.model)
             yield found
             found[:] = [empty]  # whoever has the list keeps no array
-    reshard(teacher.model)
-    yield found
+            signals.save = False
+            yielded_at = time.monotonic()
 
 
 def _write_piece(
