@@ -5,11 +5,13 @@ use.
 adapters.
 """
 
+import math
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -543,11 +545,8 @@ class Session:
         self._refuse_closed("optim_step")
         if not self._backward:
             raise UserError("optim_step: no gradients; call forward_backward first")
-        if learning_rate is not None and not _is_rate(learning_rate):
-            raise UserError(
-                "optim_step: learning_rate: a number of at least 0 is expected, not "
-                f"{learning_rate!r}"
-            )
+        if learning_rate is not None:
+            learning_rate = _read_number("optim_step: learning_rate", learning_rate)
         keys = self.recipe.optimization
         world = self.world
         batch, measured = _join_backward(self._backward, self.progress.step)
@@ -626,9 +625,9 @@ class Session:
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if isinstance(stop, str):
             raise UserError(f"sample: stop: a list of texts is expected, such as [{stop!r}]")
-        _check_temperature(temperature)
-        _check_count("num_samples", num_samples)
-        _check_count("max_new_tokens", max_new_tokens)
+        temperature = _read_number("sample: temperature", temperature)
+        num_samples = _read_count("sample: num_samples", num_samples)
+        max_new_tokens = _read_count("sample: max_new_tokens", max_new_tokens)
         repeated_prompts = [
             Prompt(encode_prompt(prompt, self.tokenizer, self.recipe.data.chat_template_date), "")
             for prompt in prompts
@@ -636,7 +635,7 @@ class Session:
         ]
         generation = Generation(
             max_new_tokens=max_new_tokens,
-            temperature=float(temperature),
+            temperature=temperature,
             stop=tuple(stop),
             with_log_probabilities=True,
         )
@@ -850,11 +849,6 @@ class Session:
         return self._loaded.objectives.training
 
 
-def _is_rate(value: object) -> bool:
-    """Whether a value is a finite number of at least 0."""
-    return isinstance(value, int | float) and 0 <= value < float("inf")
-
-
 def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
     """Reads the sharding of `config` (None: of the recipe's Accelerate file), and adds the recipe's
     own keys to it.
@@ -885,15 +879,21 @@ def _join_backward(
     return batch, Measured(torch.stack([measured.loss_sum for _, measured in parts]).sum())
 
 
-def _check_temperature(temperature: Any) -> None:
-    """Raises `UserError` if `temperature` is not a finite number of at least 0."""
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise UserError(
-            f"sample: temperature: a number of at least 0 is expected, not {temperature!r}"
-        )
+def _read_number(name: str, number: Any) -> float:
+    """Reads the argument `name`, a number of Python or NumPy.
+
+    Raises `UserError` if it is not finite, or below 0.
+    """
+    if not isinstance(number, Real) or not math.isfinite(number) or number < 0:
+        raise UserError(f"{name}: a number of at least 0 is expected, not {number!r}")
+    return float(number)
 
 
-def _check_count(name: str, count: Any) -> None:
-    """Raises `UserError` if `count`, the argument `name` of `sample`, is not a positive integer."""
-    if not isinstance(count, int) or count < 1:
-        raise UserError(f"sample: {name}: a whole number of at least 1 is expected, not {count!r}")
+def _read_count(name: str, count: Any) -> int:
+    """Reads the argument `name`, an integer of Python or NumPy.
+
+    Raises `UserError` if it is below 1.
+    """
+    if not isinstance(count, Integral) or count < 1:
+        raise UserError(f"{name}: a whole number of at least 1 is expected, not {count!r}")
+    return int(count)

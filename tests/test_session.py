@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -557,6 +558,24 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         leaves_nothing,
     ):
         session.forward_backward(ROWS)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    """In a recipe and in a session: the same keys, answers and rates as by Python's."""
+    keys = {"datasets": [], "exact_match_samples": 0, "output_dir": tmp_path / "run"}
+    plain: dict[str, Any] = {"max_steps": 5, "learning_rate": 0.5, "packing": False}
+    others: dict[str, Any] = {
+        "max_steps": np.int64(5), "learning_rate": torch.tensor(0.5), "packing": np.bool_(False)
+    }  # fmt: skip
+    recipe = finetune.load_recipe("quickstart", **keys, **others)
+    assert recipe == finetune.load_recipe("quickstart", **keys, **plain)
+    with finetune.Session(recipe, "single") as session:
+        expected = session.sample(["Hello?"], 3, 0.5, num_samples=2)
+        options: Any = (np.int64(3), np.float32(0.5))
+        assert session.sample(["Hello?"], *options, num_samples=np.int32(2)) == expected  # type: ignore[arg-type]
+        session.forward_backward(ROWS)
+        update = session.optim_step(np.float32(0.25))  # type: ignore[arg-type]
+    assert update.learning_rate == 0.25
 
 
 def test_what_fails_leaves_no_gradient_behind(
