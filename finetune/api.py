@@ -158,7 +158,7 @@ def train(
     resumed.
 
     In a notebook the report's plots grow below the cell. Interrupting the kernel saves the run and
-    stops it.
+    stops it. Outside the main thread no signal does, because only the main thread gets signals.
 
     On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
     `accelerate.notebook_launcher(finetune.train, (recipe,), num_processes=2)`.

@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -687,6 +689,15 @@ def test_an_interrupt_waits_for_the_update() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert done
+
+
+def test_a_run_is_trained_in_a_thread(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+    """As a server or a worker of a queue calls it: only the main thread gets signals."""
+    recipe = str(tiny_recipe(max_steps=2))
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(finetune.train, recipe, "single").result()
+    assert [line["step"] for line in run.metrics if "loss" in line] == [1, 2]
+    assert run.export is not None
 
 
 @pytest.mark.slow
