@@ -272,8 +272,12 @@ class Session:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
-        assert self._opened.folder is not None, "saves=False: this session has no folder"
+        """The run's folder. Raises `UserError` if the session was opened with saves=False."""
+        if self._opened.folder is None:
+            raise UserError(
+                "the session was opened with saves=False, and has no folder to save to, load from "
+                "or export from; leave saves out"
+            )
         return self._opened.folder
 
     @property
@@ -763,6 +767,7 @@ class Session:
         Raises `UserError` if steps are not saved yet (the session stays open then), or if the
         export does not verify.
         """
+        folder = self.folder
         if self.progress.step != self._kept_step:
             raise UserError(
                 f"export: the model as it is after step {self.progress.step} is not saved; call "
@@ -770,8 +775,8 @@ class Session:
             )
         self.close()
         if self.world.is_main:
-            return export_run(self.folder)
-        return self.folder / EXPORT
+            return export_run(folder)
+        return folder / EXPORT
 
     def start(self, hooks: Hooks) -> TrainingRun:
         """Starts the run that `finetune launch` trains, from the progress so far: opens its log,

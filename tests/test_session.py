@@ -562,6 +562,17 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         session.forward_backward(ROWS)
 
 
+def test_a_session_without_a_folder_says_so(tmp_path: Path) -> None:
+    keys = {"datasets": [], "exact_match_samples": 0, "output_dir": tmp_path / "run"}
+    with finetune.Session(
+        finetune.load_recipe("quickstart", **keys), "single", saves=False
+    ) as session:
+        for act in (session.save, session.load, session.export, lambda: session.folder):
+            with pytest.raises(finetune.UserError, match="was opened with saves=False"):
+                act()
+    assert not (tmp_path / "run").exists()
+
+
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
     """In a recipe and in a session: the same keys, answers and rates as by Python's."""
     keys = {"datasets": [], "exact_match_samples": 0, "output_dir": tmp_path / "run"}
