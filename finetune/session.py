@@ -543,8 +543,8 @@ class Session:
             learning_rate: The learning rate; by default that of the recipe's schedule.
 
         Raises:
-            UserError: If there are no gradients; if the loss or gradient is not finite and
-                `on_nonfinite` is stop, or too many steps were skipped.
+            UserError: If there are no gradients; if the schedule has ended; if the loss or gradient
+                is not finite and `on_nonfinite` is stop, or too many steps were skipped.
         """
         self._refuse_closed("optim_step")
         if not self._backward:
@@ -578,7 +578,8 @@ class Session:
     def _compute_scheduled_rate(self) -> float:
         """Computes the learning rate of the next step, by the recipe's schedule.
 
-        Raises `UserError` if the recipe does not say how many steps the schedule has.
+        Raises `UserError` if the recipe does not say how many steps the schedule has, or if the
+        schedule has ended at a rate of 0.
         """
         keys = self.recipe.optimization
         if self._opened.data is None and keys.max_steps is None:
@@ -588,7 +589,13 @@ class Session:
             )
         steps = self._count_steps()
         assert steps is not None, "the recipe has max_steps or data"
-        return compute_learning_rate(self.progress.step, keys.schedule(steps))
+        learning_rate = compute_learning_rate(self.progress.step, keys.schedule(steps))
+        if not learning_rate and self.progress.step >= steps:
+            raise UserError(
+                f"optim_step: the schedule ends at step {steps}, with a learning rate of 0; raise "
+                "max_steps, or give learning_rate"
+            )
+        return learning_rate
 
     def _count_steps(self) -> int | None:
         """Counts the steps of the recipe; None if it has neither max_steps nor data."""

@@ -573,6 +573,27 @@ def test_a_session_without_a_folder_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_a_schedule_that_has_ended_is_no_rate_of_0(tmp_path: Path) -> None:
+    """A step beyond it would change nothing. A rate that is given, or one that never ends, is one there too."""
+    keys: dict[str, Any] = {"datasets": [], "exact_match_samples": 0}
+    keys["output_dir"] = tmp_path / "run"
+    recipe = finetune.load_recipe("quickstart", max_steps=1, warmup_steps=0, **keys)
+    with finetune.Session(recipe, "single", saves=False) as session:
+        for step, rate in ((1, None), (2, 0.5)):
+            session.forward_backward(ROWS)
+            if rate:
+                with pytest.raises(finetune.UserError, match="the schedule ends at step 1"):
+                    session.optim_step()
+            update = session.optim_step(rate)
+            assert (update.step, update.learning_rate > 0) == (step, True)
+    keys["lr_scheduler_type"] = "constant"
+    recipe = finetune.load_recipe("quickstart", max_steps=1, warmup_steps=0, **keys)
+    with finetune.Session(recipe, "single", saves=False) as session:
+        for _ in range(2):
+            session.forward_backward(ROWS)
+            assert session.optim_step().learning_rate == recipe.optimization.learning_rate
+
+
 def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
     """In a recipe and in a session: the same keys, answers and rates as by Python's."""
     keys = {"datasets": [], "exact_match_samples": 0, "output_dir": tmp_path / "run"}
