@@ -448,8 +448,8 @@ class Session:
         """Computes the loss of a batch, and adds its gradients to those of earlier calls.
 
         Before an `optim_step`, several calls may add up their gradients. The loss of each is
-        divided by the count of its own batch. If a forward or backward fails, all gradients are
-        dropped.
+        divided by the count of its own batch, and each draws its own dropout. If a forward or
+        backward fails, all gradients are dropped.
 
         Args:
             batch: A batch of `batches` or `batch`, or rows.
@@ -475,6 +475,9 @@ class Session:
             step_batch = batch
         else:
             step_batch = self.batch(batch)
+        if step_batch.has_own_rows:  # a script may keep such a batch over steps
+            step_batch = replace(step_batch, step=self.progress.step)
+        step_batch = replace(step_batch, batches_before=len(self._backward))
         objective = self._choose_objective(loss, has_own_rows=step_batch.has_own_rows)
         with self.computing(), self._dropping_gradients_on_error():
             self.model.train()

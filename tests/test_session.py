@@ -612,6 +612,40 @@ def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
     assert update.learning_rate == 0.25
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_peft": True, "lora_dropout": 0.5},
+        {"neftune_noise_alpha": 5.0},
+        {"method": "masked_diffusion", "mask_token": 3},
+        {"method": "early_exit", "layer_dropout": 0.5, "layer_dropout_schedule": "uniform"},
+    ],
+    ids=lambda keys: [*keys][-1],
+)
+def test_each_batch_of_a_step_draws_its_own_dropout(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Two of the same rows are no batch that counts twice; one is the same at every try, and another in the next step."""
+    recipe = finetune.load_recipe(
+        model_name_or_path=make_model(tmp_path / "model"), output_dir=tmp_path / "run",
+        max_length=64, **keys,
+    )  # fmt: skip
+    with finetune.Session(recipe, "single", saves=False) as session:
+        batch = session.batch(ROWS)
+
+        def add_up(batches: int) -> Tensor:
+            for _ in range(batches):
+                session.forward_backward(batch)
+            gradients = session.take_gradients().tensors
+            return torch.cat([each.flatten() for each in gradients if each is not None])
+
+        first, again, both = add_up(1), add_up(1), add_up(2)
+        session.forward_backward(batch)
+        session.optim_step(learning_rate=0.0)
+        later = add_up(1)
+    assert torch.equal(first, again)
+    for other in (both - first, later):
+        assert (other - first).norm() > 0.1 * first.norm()
+
+
 def test_what_fails_leaves_no_gradient_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
