@@ -529,7 +529,7 @@ class Session:
             function. A micro-batch with `targets` (several token ids at a position) has
             fp32[positions, targets].
         """
-        self._refuse_masked_diffusion("log_probabilities")
+        self._refuse_without_probabilities("log_probabilities", of_classes=True)
         with evaluating(self.model), self.computing():
             on_device = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [
@@ -634,7 +634,7 @@ class Session:
         Returns:
             The answers, in the order of the prompts, on every rank.
         """
-        self._refuse_masked_diffusion("sample")
+        self._refuse_without_probabilities("sample")
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if isinstance(stop, str):
@@ -810,15 +810,24 @@ class Session:
             self.phases,
         )
 
-    def _refuse_masked_diffusion(self, what: str) -> None:
-        """Raises `UserError` if the method predicts masked tokens from both sides.
+    def _refuse_without_probabilities(self, what: str, *, of_classes: bool = False) -> None:
+        """Raises `UserError` if the model does not predict each token from those before it.
 
-        `what`: what the user tried to use, which needs tokens predicted from those before them.
+        Args:
+            what: What the user tried to use, which needs the probabilities of tokens.
+            of_classes: Whether the probabilities of classes are enough.
         """
-        if self.recipe.method_facts.masks:
+        facts = self.recipe.method_facts
+        method = f"method: {self.recipe.method.method}"
+        if facts.masks:
             raise UserError(
-                f"{what}: is of tokens after one another, and method: {self.recipe.method.method} "
-                "predicts masked ones from both sides; set method: sft for it"
+                f"{what}: is of tokens after one another, and {method} predicts masked ones from "
+                "both sides; set method: sft for it"
+            )
+        if not facts.writes_text and not (of_classes and self.recipe.labels_are_indices):
+            raise UserError(
+                f"{what}: is of predicted tokens, and {method} makes {facts.makes}; set another "
+                "method for it"
             )
 
     def _choose_objective(
@@ -844,7 +853,7 @@ class Session:
                 "answers"
             )
         if loss is not None:
-            self._refuse_masked_diffusion("forward_backward: a loss function")
+            self._refuse_without_probabilities("forward_backward: a loss function", of_classes=True)
             if compares and self.world.sharding.sequence_parallel_size > 1:
                 raise UserError(
                     "forward_backward: a loss function over pairs cannot be combined with sp_size "

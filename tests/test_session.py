@@ -646,6 +646,49 @@ def test_each_batch_of_a_step_draws_its_own_dropout(tmp_path: Path, keys: dict[s
         assert (other - first).norm() > 0.1 * first.norm()
 
 
+PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": 0.5}
+TO_RETRIEVE = {"query": "two?", "positive": "It is 2.", "negative": "It is 3."}
+CLASS = {"text": "two", "label": "even"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "row", "what"),
+    [
+        ({"method": "reward"}, PAIR, "a reward model"),
+        ({"method": "embed"}, TO_RETRIEVE, "an embedding model"),
+        ({"method": "classify", "labels": ["odd", "even"]}, CLASS, "a classifier"),
+    ],
+    ids=lambda value: value.get("method") if isinstance(value, dict) else None,
+)
+def test_what_predicts_no_tokens_has_no_probabilities_of_them(
+    tmp_path: Path, keys: dict[str, Any], row: dict[str, Any], what: str
+) -> None:
+    """The numbers in the labels of scores were read as tokens. A class is one of a head's outputs, as a token is."""
+    recipe = finetune.load_recipe(
+        model_name_or_path=make_model(tmp_path / "model"), output_dir=tmp_path / "run",
+        max_length=64, datasets=[row] * 4, dataset_cache_dir=tmp_path / "cache", **keys,
+    )  # fmt: skip
+
+    def sums(log_probabilities: Tensor, batch: finetune.MicroBatch) -> Tensor:
+        return -log_probabilities.sum()
+
+    with finetune.Session(recipe, "single", saves=False) as session:
+        batch = session.batch([row] * 2)
+        makes = pytest.raises(finetune.UserError, match=f"predicted tokens, and .* makes {what}")
+        with makes:
+            session.sample(["two?"])
+        if what == "a classifier":
+            expected = session.forward_backward(batch).loss
+            assert session.forward_backward(batch, sums).loss == pytest.approx(expected)
+            (found,) = session.log_probabilities(batch)
+            assert -found.sum().item() / 2 == pytest.approx(expected)
+            return
+        with makes:
+            session.log_probabilities(batch)
+        with makes:
+            session.forward_backward(batch, sums)
+
+
 def test_what_fails_leaves_no_gradient_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
