@@ -53,7 +53,12 @@ from finetune.rollout.collect import RolloutBatches
 from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
-from finetune.training.lifecycle import encode_prompt, make_objectives, start_run
+from finetune.training.lifecycle import (
+    encode_prompt,
+    make_objective_of_any_rows,
+    make_objectives,
+    start_run,
+)
 from finetune.training.objectives.answers import make_answer_objective
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
@@ -325,6 +330,12 @@ class Session:
                 )
         return Loaded(model, size, optimizer, objectives)
 
+    @cached_property
+    def _objective_of_any_rows(self) -> Objective:
+        """The objective of training, where the recipe names no data and its method needs none."""
+        with self.phases.timed("weights"), self.computing():
+            return make_objective_of_any_rows(self.recipe, self.world)
+
     def _hand_over_frozen(self) -> dict[str, Tensor]:
         """Drops the model, and returns its frozen parameters for the session that comes next.
 
@@ -333,7 +344,7 @@ class Session:
         """
         # The cached properties are removed, since each of them keeps the model in memory.
         loaded: Loaded | None = vars(self).pop("_loaded", None)
-        for name in ("_saver", "_guard"):
+        for name in ("_saver", "_guard", "_objective_of_any_rows"):
             vars(self).pop(name, None)
         if loaded is not None:
             self._frozen = frozen_parts(loaded.model)
@@ -862,15 +873,16 @@ class Session:
             return FunctionObjective(loss, counts_pairs=compares)
         if facts.rows == "answers" and self.recipe.teacher is None:
             return make_answer_objective(self.recipe, self.tokenizer, self._count_steps())
+        objectives = self._loaded.objectives
         # A reference's log-probabilities and a teacher's top tokens are stored only for the
         # recipe's data. A teacher in memory can score any row.
-        reads_stored = facts.needs_reference or self.recipe.method.distill_top_k
-        if self._loaded.objectives is None or (has_own_rows and reads_stored):
+        reads_stored = facts.needs_reference or self.recipe.method.distill_top_k or facts.samples
+        if reads_stored and (objectives is None or has_own_rows):
             raise UserError(
                 f"forward_backward: {self.recipe.method.method} is prepared with the recipe's "
                 "data; give datasets, and pass a batch of `batches()`, or pass a loss function"
             )
-        return self._loaded.objectives.training
+        return self._objective_of_any_rows if objectives is None else objectives.training
 
 
 def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:

@@ -689,6 +689,34 @@ def test_what_predicts_no_tokens_has_no_probabilities_of_them(
             session.forward_backward(batch, sums)
 
 
+@pytest.mark.parametrize(
+    ("keys", "row"),
+    [
+        ({"method": "orpo"}, PAIR),
+        ({"method": "reward"}, PAIR),
+        ({"method": "embed"}, TO_RETRIEVE),
+        ({"method": "distill"}, ROWS[2]),
+    ],
+    ids=lambda value: value.get("method"),
+)
+def test_a_method_that_needs_only_rows_trains_without_datasets(
+    tmp_path: Path, keys: dict[str, Any], row: dict[str, Any]
+) -> None:
+    """With the loss of a session that has data, whose objective is made with it."""
+    keys = {
+        "model_name_or_path": make_model(tmp_path / "model"), "output_dir": tmp_path / "run",
+        "max_length": 64, "dataset_cache_dir": tmp_path / "cache", **keys,
+    }  # fmt: skip
+    if keys["method"] == "distill":
+        keys["teacher_model_name_or_path"] = make_model(tmp_path / "teacher", seed=1)
+    losses = []
+    for data in ({"datasets": [row] * 4}, {}):
+        recipe = finetune.load_recipe(**keys, **data)
+        with finetune.Session(recipe, "single", saves=False) as session:
+            losses.append(tuple(session.forward_backward([row] * 2)))
+    assert losses[0] == losses[1]
+
+
 def test_what_fails_leaves_no_gradient_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

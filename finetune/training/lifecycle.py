@@ -178,29 +178,46 @@ def make_objectives(
         folder: The run's folder; None if it has none.
     """
     facts = recipe.method_facts
-    teacher = None
-    if recipe.teacher is not None:
+    if recipe.teacher is not None and recipe.method.distill_top_k is not None:
         load = partial(load_checked_teacher, recipe, recipe.teacher, world)
-        if recipe.method.distill_top_k is not None:
-            stored = find_stored_teacher(model, recipe, data, inputs, world, load)
-            training = stored["training"]
-            held_out = stored.get("held_out", training)  # without held-out data, never measured
-            return Objectives(Distillation(training), Distillation(held_out))
-        teacher = load()
-        if not facts.samples:
-            return Objectives.of(Distillation(teacher))
+        stored = find_stored_teacher(model, recipe, data, inputs, world, load)
+        training = stored["training"]
+        held_out = stored.get("held_out", training)  # without held-out data, never measured
+        return Objectives(Distillation(training), Distillation(held_out))
     if facts.samples:
+        teacher = None
+        if recipe.teacher is not None:
+            teacher = load_checked_teacher(recipe, recipe.teacher, world)
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
-    if facts.rows == "answers":
+    if recipe.teacher is None and facts.rows == "answers":
         return Objectives.of(make_answer_objective(recipe, data.tokenizer, data.train.steps))
-    if facts.scores:
-        return Objectives.of(SCORING[facts.rows](recipe, world.sequence_group))
-    if facts.embeds:
-        return Objectives.of(ContrastiveObjective.of(recipe, world.sequence_group))
+    if recipe.teacher is not None or not facts.writes_text:
+        return Objectives.of(make_objective_of_any_rows(recipe, world))
     references: tuple[Reference | None, Reference | None] = (None, None)
     if facts.needs_reference:
         references = find_references(model, recipe, data, inputs, signals, world)
     return _make_preference_objectives(recipe, data, references, world.sequence_group)
+
+
+def make_objective_of_any_rows(recipe: Recipe, world: World) -> Objective:
+    """Makes the objective of training of a method that needs nothing but rows: no reference, no
+    stored tokens of a teacher, no samples. It is not for answers without a teacher.
+
+    All ranks call it. It loads the teacher, if the method has one.
+    """
+    facts = recipe.method_facts
+    if recipe.teacher is not None:
+        return Distillation(load_checked_teacher(recipe, recipe.teacher, world))
+    if facts.scores:
+        return SCORING[facts.rows](recipe, world.sequence_group)
+    if facts.embeds:
+        return ContrastiveObjective.of(recipe, world.sequence_group)
+    return PreferenceObjective(
+        recipe.method,
+        None,
+        recipe.optimization.label_smoothing,
+        sequence_group=world.sequence_group,
+    )
 
 
 def _make_preference_objectives(
