@@ -412,6 +412,31 @@ def test_log_probabilities_of_answers_are_those_of_a_plain_forward(
             )
 
 
+def test_a_prompt_is_text_or_messages(tmp_path: Path) -> None:
+    """Parts are joined, as in rows. Without a chat template Python's text of a value was asked."""
+    recipe = finetune.load_recipe(
+        "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
+    )
+    text: Any = {"type": "text", "text": "What is two"}
+    parts = [{"role": "user", "content": [text, {"type": "text", "text": " in digits?"}]}]
+    image = [{"role": "user", "content": [text, {"type": "image", "path": "a.png"}]}]
+    wrong: list[tuple[Any, str]] = [
+        (given, "a list of messages") for given in (None, 3, ["hi"], {})
+    ]
+    with finetune.Session(recipe, "single", saves=False) as session:
+        whole, joined = session.sample(["What is two in digits?", parts], 2)
+        assert whole == joined
+        for given, sentence in (*wrong, (image, "which is not read here")):
+            with pytest.raises(finetune.UserError, match=sentence):
+                session.sample([given])
+        session.tokenizer.chat_template = None
+        (plain,) = session.sample(["What is two"], 2)
+        assert session.tokenizer.decode(plain.prompt_ids, skip_special_tokens=True) == text["text"]
+        for given, sentence in (*wrong, (parts, "no chat template for messages")):
+            with pytest.raises(finetune.UserError, match=sentence):
+                session.sample([given])
+
+
 def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
     recipe = finetune.load_recipe(
         "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0

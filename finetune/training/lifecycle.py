@@ -30,7 +30,7 @@ from finetune.config.yaml_file import read_yaml
 from finetune.data.batches import StepBatch
 from finetune.data.data_report import OnReport, Report
 from finetune.data.examples import Prompt
-from finetune.data.messages import BadRow
+from finetune.data.messages import BadRow, Message, read_content
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import apply_template, asks_for_date, encode_plain, make_renderer
@@ -484,23 +484,46 @@ def encode_prompt(
     """Encodes a prompt in the chat template, up to where the assistant's answer begins.
 
     Args:
-        prompt: A user's turn as text, or messages. Without a chat template, the text is encoded as
-            it is.
+        prompt: A user's turn as text, or messages. Without a chat template it must be text, which
+            is encoded as it is.
         tokenizer: The tokenizer.
         date: What the template writes as today's, such as 2026-01-31; None: today.
 
     Raises:
-        UserError: The chat template rejects the prompt.
+        UserError: The prompt cannot be read, or the chat template rejects it.
     """
-    if tokenizer.chat_template is None:
-        return encode_plain(tokenizer, str(prompt))
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    renderer = make_renderer(tokenizer, assistant_only=True, date=date)
     try:
-        text = apply_template(renderer, list(map(dict, messages)), add_generation_prompt=True)
+        messages = _read_prompt(prompt)
+        if tokenizer.chat_template is None:
+            if not isinstance(prompt, str):
+                raise BadRow("the tokenizer has no chat template for messages; set chat_template")
+            return encode_plain(tokenizer, prompt)
+        renderer = make_renderer(tokenizer, assistant_only=True, date=date)
+        text = apply_template(renderer, messages, add_generation_prompt=True)
     except BadRow as error:
         raise UserError(f"the prompt {str(prompt)[:100]!r}: {error}") from None
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _read_prompt(prompt: Any) -> list[Message]:
+    """Reads a prompt, which is a user's turn as text or messages, as messages for a chat template.
+
+    A content of parts is joined to a text, as in a row of data. Raises `BadRow` if the prompt is
+    something else, or has an image.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
+        raise BadRow("a text or a list of messages is expected, each with role and content")
+    messages = [dict(turn) for turn in prompt]
+    images: list[Any] = []
+    for number, message in enumerate(messages, 1):
+        if isinstance(message.get("content"), list):
+            role = message.get("role", "user")
+            message["content"] = read_content(message["content"], role, number, images)
+    if images:
+        raise BadRow("has an image, which is not read here; finetune.chat(...).ask reads images")
+    return messages
 
 
 FINISHED = "finished.json"  # in the run's folder once the run is done; `_make_record` describes it
