@@ -7,6 +7,7 @@ adapters.
 
 import math
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -35,7 +36,9 @@ from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
 from finetune.constants import EXPORT, IGNORE_INDEX
 from finetune.data.batches import StepBatch
+from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
+from finetune.data.findings import list_warnings
 from finetune.data.prepare import PreparedData, batch_rows
 from finetune.distributed.join import describe_machine, join, leave, use_deterministic_kernels
 from finetune.distributed.parallelize import frozen_parts
@@ -221,6 +224,7 @@ class Session:
         self._backward: list[tuple[StepBatch, Measured]] = []
         self._is_resumed = False  # whether `load` was called
         self._kept_step = 0  # the step of the newest checkpoint that was saved or loaded
+        self._warned: set[str] = set()  # the keys of `_warn`
         self._is_closed = False
         self._on_close = ExitStack()
         self._on_close.callback(leave, self.world)
@@ -410,13 +414,22 @@ class Session:
     def batches(self) -> Iterator[StepBatch]:
         """Returns this rank's batches of the recipe's data, from the step after the progress so far
         to the last step, in the order of `finetune launch`.
+
+        Rank 0 prints warnings about the data on stderr, those about a stream while it is read.
         """
+        findings = list_warnings(self.data.report.findings)
+        self._warn({str(finding): f"data  {finding}" for finding in findings})
         training = None
         if self._loaded.objectives:
             training = self._loaded.objectives.training
         if isinstance(training, PolicyObjective):
             return self._sample_batches(training.rollouts, self.progress.step)
-        return self.data.train.batches(self.progress.step)
+        return self.data.train.batches(self.progress.step, self._keep_report)
+
+    def _keep_report(self, report: Report, news: list[str]) -> None:
+        """Keeps the report of a stream up to the block that is trained on, and prints its news."""
+        self._opened = replace(self._opened, data=replace(self.data, report=report))
+        self._warn({line: f"stream  {line}" for line in news})
 
     def _sample_batches(self, rollouts: RolloutBatches, from_step: int) -> Iterator[StepBatch]:
         """Yields the batches of the steps from `from_step` on, which the model samples."""
@@ -428,7 +441,7 @@ class Session:
     def batch(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> StepBatch:
         """Makes this rank's share of a step over `rows`, which are read as rows of a data file.
 
-        All ranks give the same rows.
+        All ranks give the same rows. Rank 0 prints warnings about them on stderr, each kind once.
 
         Args:
             rows: Rows in any format that a data file may have.
@@ -447,9 +460,22 @@ class Session:
                 f"batch: method: {self.recipe.method.method} samples what it learns from; use "
                 "batches()"
             )
-        return batch_rows(
+        batch, findings = batch_rows(
             rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step, columns
         )
+        # by name: a loop makes many batches whose rows have the same kinds of findings
+        self._warn({finding.name: f"rows  {finding}" for finding in list_warnings(findings)})
+        return batch
+
+    def _warn(self, warnings: Mapping[str, str]) -> None:
+        """Prints warnings on rank 0: those whose key was not printed in this session.
+
+        `warnings`: a key of each -> its line.
+        """
+        for key, line in warnings.items():
+            if self.world.is_main and key not in self._warned:
+                print(line, file=sys.stderr, flush=True)
+            self._warned.add(key)
 
     def forward_backward(
         self,
@@ -713,7 +739,7 @@ class Session:
             data=replace(self.recipe.data, max_length=max(map(len, ordered))),
         )
         rows = [{"input_ids": list(prompt)} for prompt in ordered]
-        batch = batch_rows(rows, recipe, self.tokenizer, self.world.data_parallel)
+        batch, _ = batch_rows(rows, recipe, self.tokenizer, self.world.data_parallel)
         # this rank's part: (the prompt's index in `ordered`, a label's position in the prompt, the
         # label's log-probability)
         own: list[tuple[int, int, float]] = []

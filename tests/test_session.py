@@ -451,6 +451,33 @@ def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
         assert len(cut.log_probabilities) == len(cut.token_ids) < len(whole.token_ids)
 
 
+@pytest.mark.parametrize("kind", ["rows", "stream", "data"])
+def test_what_is_cut_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Of rows of one's own, of a stream and of data: once, as `finetune.prepare` finds it."""
+    rows = [{"text": f"{number} {'two in digits ' * 9}"} for number in range(8)]
+    keys: dict[str, Any] = {"max_length": 16, "overlength": "truncate", "global_batch_size": 8}
+    keys |= {"model_name_or_path": make_model(tmp_path / "model"), "output_dir": tmp_path / "run"}
+    keys |= {"datasets": rows, "dataset_cache_dir": tmp_path / "cache", "max_steps": 1}
+    report = finetune.prepare(finetune.load_recipe(**keys)).report
+    (expected,) = [each for each in report.findings if each.severity == "warning"]
+    assert expected.name == "truncated"
+    keys |= {"rows": {"datasets": []}, "stream": {"streaming": True}, "data": {}}[kind]
+    with finetune.Session(finetune.load_recipe(**keys), "single", saves=False) as session:
+        for _ in range(2):
+            batches = [session.batch(rows)] if kind == "rows" else list(session.batches())
+            assert [batch.tokens for batch in batches] == [8 * 16]
+        if kind != "rows":
+            assert (expected.name, expected.what) in [
+                (each.name, each.what) for each in session.data.report.findings
+            ]
+    printed = [line for line in capfd.readouterr().err.splitlines() if "warning: " in line]
+    assert len(printed) == 1
+    assert printed[0].startswith(f"{kind}  warning: truncated: in 8")
+    assert expected.what in printed[0]
+
+
 def test_a_batch_is_computed_before_its_loss_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
