@@ -68,9 +68,14 @@ def load_recipe(
         with_model = name_model(model, keys)
     # now every value is one that a recipe's file could hold
     plain_keys = name_given(with_model)
-    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in plain_keys.items()]
+    overrides = [f"{key}={json.dumps(value, default=_plain)}" for key, value in plain_keys.items()]
     name = None if recipe is None else str(recipe)
     return read_recipe(name, overrides, needs_data=False, place=LOAD_RECIPE)
+
+
+def _plain(value: Any) -> Any:
+    """Returns the numbers of a NumPy value or a tensor as Python's, any other value as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def make_plan(recipe: Recipe | str | Path, config: str | None = None, ranks: int = 1) -> "Plan":
@@ -153,7 +158,7 @@ def train(
     resumed.
 
     In a notebook the report's plots grow below the cell. Interrupting the kernel saves the run and
-    stops it.
+    stops it. Outside the main thread no signal does, because only the main thread gets signals.
 
     On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
     `accelerate.notebook_launcher(finetune.train, (recipe,), num_processes=2)`.

@@ -5,11 +5,14 @@ use.
 adapters.
 """
 
+import math
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple
@@ -33,7 +36,9 @@ from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
 from finetune.constants import EXPORT, IGNORE_INDEX
 from finetune.data.batches import StepBatch
+from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
+from finetune.data.findings import list_warnings
 from finetune.data.prepare import PreparedData, batch_rows
 from finetune.distributed.join import describe_machine, join, leave, use_deterministic_kernels
 from finetune.distributed.parallelize import frozen_parts
@@ -51,7 +56,12 @@ from finetune.rollout.collect import RolloutBatches
 from finetune.rollout.reward_models import check_reward_models
 from finetune.training.callbacks import Hooks
 from finetune.training.evaluate import SAMPLE_TOKENS, Generation, answer
-from finetune.training.lifecycle import encode_prompt, make_objectives, start_run
+from finetune.training.lifecycle import (
+    encode_prompt,
+    make_objective_of_any_rows,
+    make_objectives,
+    start_run,
+)
 from finetune.training.objectives.answers import make_answer_objective
 from finetune.training.objectives.objective import SFT, Measured, Objective, Objectives, Totals
 from finetune.training.objectives.policy import PolicyObjective
@@ -214,6 +224,7 @@ class Session:
         self._backward: list[tuple[StepBatch, Measured]] = []
         self._is_resumed = False  # whether `load` was called
         self._kept_step = 0  # the step of the newest checkpoint that was saved or loaded
+        self._warned: set[str] = set()  # the keys of `_warn`
         self._is_closed = False
         self._on_close = ExitStack()
         self._on_close.callback(leave, self.world)
@@ -270,8 +281,12 @@ class Session:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
-        assert self._opened.folder is not None, "saves=False: this session has no folder"
+        """The run's folder. Raises `UserError` if the session was opened with saves=False."""
+        if self._opened.folder is None:
+            raise UserError(
+                "the session was opened with saves=False, and has no folder to save to, load from "
+                "or export from; leave saves out"
+            )
         return self._opened.folder
 
     @property
@@ -319,6 +334,12 @@ class Session:
                 )
         return Loaded(model, size, optimizer, objectives)
 
+    @cached_property
+    def _objective_of_any_rows(self) -> Objective:
+        """The objective of training, where the recipe names no data and its method needs none."""
+        with self.phases.timed("weights"), self.computing():
+            return make_objective_of_any_rows(self.recipe, self.world)
+
     def _hand_over_frozen(self) -> dict[str, Tensor]:
         """Drops the model, and returns its frozen parameters for the session that comes next.
 
@@ -327,7 +348,7 @@ class Session:
         """
         # The cached properties are removed, since each of them keeps the model in memory.
         loaded: Loaded | None = vars(self).pop("_loaded", None)
-        for name in ("_saver", "_guard"):
+        for name in ("_saver", "_guard", "_objective_of_any_rows"):
             vars(self).pop(name, None)
         if loaded is not None:
             self._frozen = frozen_parts(loaded.model)
@@ -393,13 +414,22 @@ class Session:
     def batches(self) -> Iterator[StepBatch]:
         """Returns this rank's batches of the recipe's data, from the step after the progress so far
         to the last step, in the order of `finetune launch`.
+
+        Rank 0 prints warnings about the data on stderr, those about a stream while it is read.
         """
+        findings = list_warnings(self.data.report.findings)
+        self._warn({str(finding): f"data  {finding}" for finding in findings})
         training = None
         if self._loaded.objectives:
             training = self._loaded.objectives.training
         if isinstance(training, PolicyObjective):
             return self._sample_batches(training.rollouts, self.progress.step)
-        return self.data.train.batches(self.progress.step)
+        return self.data.train.batches(self.progress.step, self._keep_report)
+
+    def _keep_report(self, report: Report, news: list[str]) -> None:
+        """Keeps the report of a stream up to the block that is trained on, and prints its news."""
+        self._opened = replace(self._opened, data=replace(self.data, report=report))
+        self._warn({line: f"stream  {line}" for line in news})
 
     def _sample_batches(self, rollouts: RolloutBatches, from_step: int) -> Iterator[StepBatch]:
         """Yields the batches of the steps from `from_step` on, which the model samples."""
@@ -411,7 +441,7 @@ class Session:
     def batch(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> StepBatch:
         """Makes this rank's share of a step over `rows`, which are read as rows of a data file.
 
-        All ranks give the same rows.
+        All ranks give the same rows. Rank 0 prints warnings about them on stderr, each kind once.
 
         Args:
             rows: Rows in any format that a data file may have.
@@ -430,9 +460,22 @@ class Session:
                 f"batch: method: {self.recipe.method.method} samples what it learns from; use "
                 "batches()"
             )
-        return batch_rows(
+        batch, findings = batch_rows(
             rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step, columns
         )
+        # by name: a loop makes many batches whose rows have the same kinds of findings
+        self._warn({finding.name: f"rows  {finding}" for finding in list_warnings(findings)})
+        return batch
+
+    def _warn(self, warnings: Mapping[str, str]) -> None:
+        """Prints warnings on rank 0: those whose key was not printed in this session.
+
+        `warnings`: a key of each -> its line.
+        """
+        for key, line in warnings.items():
+            if self.world.is_main and key not in self._warned:
+                print(line, file=sys.stderr, flush=True)
+            self._warned.add(key)
 
     def forward_backward(
         self,
@@ -442,8 +485,8 @@ class Session:
         """Computes the loss of a batch, and adds its gradients to those of earlier calls.
 
         Before an `optim_step`, several calls may add up their gradients. The loss of each is
-        divided by the count of its own batch. If a forward or backward fails, all gradients are
-        dropped.
+        divided by the count of its own batch, and each draws its own dropout. If a forward or
+        backward fails, all gradients are dropped.
 
         Args:
             batch: A batch of `batches` or `batch`, or rows.
@@ -469,6 +512,9 @@ class Session:
             step_batch = batch
         else:
             step_batch = self.batch(batch)
+        if step_batch.has_own_rows:  # a script may keep such a batch over steps
+            step_batch = replace(step_batch, step=self.progress.step)
+        step_batch = replace(step_batch, batches_before=len(self._backward))
         objective = self._choose_objective(loss, has_own_rows=step_batch.has_own_rows)
         with self.computing(), self._dropping_gradients_on_error():
             self.model.train()
@@ -520,7 +566,7 @@ class Session:
             function. A micro-batch with `targets` (several token ids at a position) has
             fp32[positions, targets].
         """
-        self._refuse_masked_diffusion("log_probabilities")
+        self._refuse_without_probabilities("log_probabilities", of_classes=True)
         with evaluating(self.model), self.computing():
             on_device = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
             return [
@@ -537,17 +583,14 @@ class Session:
             learning_rate: The learning rate; by default that of the recipe's schedule.
 
         Raises:
-            UserError: If there are no gradients; if the loss or gradient is not finite and
-                `on_nonfinite` is stop, or too many steps were skipped.
+            UserError: If there are no gradients; if the schedule has ended; if the loss or gradient
+                is not finite and `on_nonfinite` is stop, or too many steps were skipped.
         """
         self._refuse_closed("optim_step")
         if not self._backward:
             raise UserError("optim_step: no gradients; call forward_backward first")
-        if learning_rate is not None and not _is_rate(learning_rate):
-            raise UserError(
-                "optim_step: learning_rate: a number of at least 0 is expected, not "
-                f"{learning_rate!r}"
-            )
+        if learning_rate is not None:
+            learning_rate = _read_number("optim_step: learning_rate", learning_rate)
         keys = self.recipe.optimization
         world = self.world
         batch, measured = _join_backward(self._backward, self.progress.step)
@@ -575,7 +618,8 @@ class Session:
     def _compute_scheduled_rate(self) -> float:
         """Computes the learning rate of the next step, by the recipe's schedule.
 
-        Raises `UserError` if the recipe does not say how many steps the schedule has.
+        Raises `UserError` if the recipe does not say how many steps the schedule has, or if the
+        schedule has ended at a rate of 0.
         """
         keys = self.recipe.optimization
         if self._opened.data is None and keys.max_steps is None:
@@ -585,7 +629,13 @@ class Session:
             )
         steps = self._count_steps()
         assert steps is not None, "the recipe has max_steps or data"
-        return compute_learning_rate(self.progress.step, keys.schedule(steps))
+        learning_rate = compute_learning_rate(self.progress.step, keys.schedule(steps))
+        if not learning_rate and self.progress.step >= steps:
+            raise UserError(
+                f"optim_step: the schedule ends at step {steps}, with a learning rate of 0; raise "
+                "max_steps, or give learning_rate"
+            )
+        return learning_rate
 
     def _count_steps(self) -> int | None:
         """Counts the steps of the recipe; None if it has neither max_steps nor data."""
@@ -621,14 +671,14 @@ class Session:
         Returns:
             The answers, in the order of the prompts, on every rank.
         """
-        self._refuse_masked_diffusion("sample")
+        self._refuse_without_probabilities("sample")
         if isinstance(prompts, str):
             raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         if isinstance(stop, str):
             raise UserError(f"sample: stop: a list of texts is expected, such as [{stop!r}]")
-        _check_temperature(temperature)
-        _check_count("num_samples", num_samples)
-        _check_count("max_new_tokens", max_new_tokens)
+        temperature = _read_number("sample: temperature", temperature)
+        num_samples = _read_count("sample: num_samples", num_samples)
+        max_new_tokens = _read_count("sample: max_new_tokens", max_new_tokens)
         repeated_prompts = [
             Prompt(encode_prompt(prompt, self.tokenizer, self.recipe.data.chat_template_date), "")
             for prompt in prompts
@@ -636,7 +686,7 @@ class Session:
         ]
         generation = Generation(
             max_new_tokens=max_new_tokens,
-            temperature=float(temperature),
+            temperature=temperature,
             stop=tuple(stop),
             with_log_probabilities=True,
         )
@@ -689,7 +739,7 @@ class Session:
             data=replace(self.recipe.data, max_length=max(map(len, ordered))),
         )
         rows = [{"input_ids": list(prompt)} for prompt in ordered]
-        batch = batch_rows(rows, recipe, self.tokenizer, self.world.data_parallel)
+        batch, _ = batch_rows(rows, recipe, self.tokenizer, self.world.data_parallel)
         # this rank's part: (the prompt's index in `ordered`, a label's position in the prompt, the
         # label's log-probability)
         own: list[tuple[int, int, float]] = []
@@ -764,6 +814,7 @@ class Session:
         Raises `UserError` if steps are not saved yet (the session stays open then), or if the
         export does not verify.
         """
+        folder = self.folder
         if self.progress.step != self._kept_step:
             raise UserError(
                 f"export: the model as it is after step {self.progress.step} is not saved; call "
@@ -771,8 +822,8 @@ class Session:
             )
         self.close()
         if self.world.is_main:
-            return export_run(self.folder)
-        return self.folder / EXPORT
+            return export_run(folder)
+        return folder / EXPORT
 
     def start(self, hooks: Hooks) -> TrainingRun:
         """Starts the run that `finetune launch` trains, from the progress so far: opens its log,
@@ -796,15 +847,24 @@ class Session:
             self.phases,
         )
 
-    def _refuse_masked_diffusion(self, what: str) -> None:
-        """Raises `UserError` if the method predicts masked tokens from both sides.
+    def _refuse_without_probabilities(self, what: str, *, of_classes: bool = False) -> None:
+        """Raises `UserError` if the model does not predict each token from those before it.
 
-        `what`: what the user tried to use, which needs tokens predicted from those before them.
+        Args:
+            what: What the user tried to use, which needs the probabilities of tokens.
+            of_classes: Whether the probabilities of classes are enough.
         """
-        if self.recipe.method_facts.masks:
+        facts = self.recipe.method_facts
+        method = f"method: {self.recipe.method.method}"
+        if facts.masks:
             raise UserError(
-                f"{what}: is of tokens after one another, and method: {self.recipe.method.method} "
-                "predicts masked ones from both sides; set method: sft for it"
+                f"{what}: is of tokens after one another, and {method} predicts masked ones from "
+                "both sides; set method: sft for it"
+            )
+        if not facts.writes_text and not (of_classes and self.recipe.labels_are_indices):
+            raise UserError(
+                f"{what}: is of predicted tokens, and {method} makes {facts.makes}; set another "
+                "method for it"
             )
 
     def _choose_objective(
@@ -830,7 +890,7 @@ class Session:
                 "answers"
             )
         if loss is not None:
-            self._refuse_masked_diffusion("forward_backward: a loss function")
+            self._refuse_without_probabilities("forward_backward: a loss function", of_classes=True)
             if compares and self.world.sharding.sequence_parallel_size > 1:
                 raise UserError(
                     "forward_backward: a loss function over pairs cannot be combined with sp_size "
@@ -839,20 +899,16 @@ class Session:
             return FunctionObjective(loss, counts_pairs=compares)
         if facts.rows == "answers" and self.recipe.teacher is None:
             return make_answer_objective(self.recipe, self.tokenizer, self._count_steps())
+        objectives = self._loaded.objectives
         # A reference's log-probabilities and a teacher's top tokens are stored only for the
         # recipe's data. A teacher in memory can score any row.
-        reads_stored = facts.needs_reference or self.recipe.method.distill_top_k
-        if self._loaded.objectives is None or (has_own_rows and reads_stored):
+        reads_stored = facts.needs_reference or self.recipe.method.distill_top_k or facts.samples
+        if reads_stored and (objectives is None or has_own_rows):
             raise UserError(
                 f"forward_backward: {self.recipe.method.method} is prepared with the recipe's "
                 "data; give datasets, and pass a batch of `batches()`, or pass a loss function"
             )
-        return self._loaded.objectives.training
-
-
-def _is_rate(value: object) -> bool:
-    """Whether a value is a finite number of at least 0."""
-    return isinstance(value, int | float) and 0 <= value < float("inf")
+        return self._objective_of_any_rows if objectives is None else objectives.training
 
 
 def _read_sharding(recipe: Recipe, config: Sharding | str | None) -> Sharding:
@@ -885,15 +941,21 @@ def _join_backward(
     return batch, Measured(torch.stack([measured.loss_sum for _, measured in parts]).sum())
 
 
-def _check_temperature(temperature: Any) -> None:
-    """Raises `UserError` if `temperature` is not a finite number of at least 0."""
-    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
-        raise UserError(
-            f"sample: temperature: a number of at least 0 is expected, not {temperature!r}"
-        )
+def _read_number(name: str, number: Any) -> float:
+    """Reads the argument `name`, a number of Python or NumPy.
+
+    Raises `UserError` if it is not finite, or below 0.
+    """
+    if not isinstance(number, Real) or not math.isfinite(number) or number < 0:
+        raise UserError(f"{name}: a number of at least 0 is expected, not {number!r}")
+    return float(number)
 
 
-def _check_count(name: str, count: Any) -> None:
-    """Raises `UserError` if `count`, the argument `name` of `sample`, is not a positive integer."""
-    if not isinstance(count, int) or count < 1:
-        raise UserError(f"sample: {name}: a whole number of at least 1 is expected, not {count!r}")
+def _read_count(name: str, count: Any) -> int:
+    """Reads the argument `name`, an integer of Python or NumPy.
+
+    Raises `UserError` if it is below 1.
+    """
+    if not isinstance(count, Integral) or count < 1:
+        raise UserError(f"{name}: a whole number of at least 1 is expected, not {count!r}")
+    return int(count)

@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -409,6 +412,31 @@ def test_log_probabilities_of_answers_are_those_of_a_plain_forward(
             )
 
 
+def test_a_prompt_is_text_or_messages(tmp_path: Path) -> None:
+    """Parts are joined, as in rows. Without a chat template Python's text of a value was asked."""
+    recipe = finetune.load_recipe(
+        "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
+    )
+    text: Any = {"type": "text", "text": "What is two"}
+    parts = [{"role": "user", "content": [text, {"type": "text", "text": " in digits?"}]}]
+    image = [{"role": "user", "content": [text, {"type": "image", "path": "a.png"}]}]
+    wrong: list[tuple[Any, str]] = [
+        (given, "a list of messages") for given in (None, 3, ["hi"], {})
+    ]
+    with finetune.Session(recipe, "single", saves=False) as session:
+        whole, joined = session.sample(["What is two in digits?", parts], 2)
+        assert whole == joined
+        for given, sentence in (*wrong, (image, "which is not read here")):
+            with pytest.raises(finetune.UserError, match=sentence):
+                session.sample([given])
+        session.tokenizer.chat_template = None
+        (plain,) = session.sample(["What is two"], 2)
+        assert session.tokenizer.decode(plain.prompt_ids, skip_special_tokens=True) == text["text"]
+        for given, sentence in (*wrong, (parts, "no chat template for messages")):
+            with pytest.raises(finetune.UserError, match=sentence):
+                session.sample([given])
+
+
 def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
     recipe = finetune.load_recipe(
         "quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0
@@ -421,6 +449,33 @@ def test_an_answer_ends_at_a_text_of_ones_own(tmp_path: Path) -> None:
         assert stop in session.tokenizer.decode(cut.token_ids)
         assert stop not in session.tokenizer.decode(cut.token_ids[:-1])
         assert len(cut.log_probabilities) == len(cut.token_ids) < len(whole.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["rows", "stream", "data"])
+def test_what_is_cut_is_printed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """Of rows of one's own, of a stream and of data: once, as `finetune.prepare` finds it."""
+    rows = [{"text": f"{number} {'two in digits ' * 9}"} for number in range(8)]
+    keys: dict[str, Any] = {"max_length": 16, "overlength": "truncate", "global_batch_size": 8}
+    keys |= {"model_name_or_path": make_model(tmp_path / "model"), "output_dir": tmp_path / "run"}
+    keys |= {"datasets": rows, "dataset_cache_dir": tmp_path / "cache", "max_steps": 1}
+    report = finetune.prepare(finetune.load_recipe(**keys)).report
+    (expected,) = [each for each in report.findings if each.severity == "warning"]
+    assert expected.name == "truncated"
+    keys |= {"rows": {"datasets": []}, "stream": {"streaming": True}, "data": {}}[kind]
+    with finetune.Session(finetune.load_recipe(**keys), "single", saves=False) as session:
+        for _ in range(2):
+            batches = [session.batch(rows)] if kind == "rows" else list(session.batches())
+            assert [batch.tokens for batch in batches] == [8 * 16]
+        if kind != "rows":
+            assert (expected.name, expected.what) in [
+                (each.name, each.what) for each in session.data.report.findings
+            ]
+    printed = [line for line in capfd.readouterr().err.splitlines() if "warning: " in line]
+    assert len(printed) == 1
+    assert printed[0].startswith(f"{kind}  warning: truncated: in 8")
+    assert expected.what in printed[0]
 
 
 def test_a_batch_is_computed_before_its_loss_is_read(
@@ -559,6 +614,161 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         session.forward_backward(ROWS)
 
 
+def test_a_session_without_a_folder_says_so(tmp_path: Path) -> None:
+    keys = {"datasets": [], "exact_match_samples": 0, "output_dir": tmp_path / "run"}
+    with finetune.Session(
+        finetune.load_recipe("quickstart", **keys), "single", saves=False
+    ) as session:
+        for act in (session.save, session.load, session.export, lambda: session.folder):
+            with pytest.raises(finetune.UserError, match="was opened with saves=False"):
+                act()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_schedule_that_has_ended_is_no_rate_of_0(tmp_path: Path) -> None:
+    """A step beyond it would change nothing. A rate that is given, or one that never ends, is one there too."""
+    keys: dict[str, Any] = {"datasets": [], "exact_match_samples": 0}
+    keys["output_dir"] = tmp_path / "run"
+    recipe = finetune.load_recipe("quickstart", max_steps=1, warmup_steps=0, **keys)
+    with finetune.Session(recipe, "single", saves=False) as session:
+        for step, rate in ((1, None), (2, 0.5)):
+            session.forward_backward(ROWS)
+            if rate:
+                with pytest.raises(finetune.UserError, match="the schedule ends at step 1"):
+                    session.optim_step()
+            update = session.optim_step(rate)
+            assert (update.step, update.learning_rate > 0) == (step, True)
+    keys["lr_scheduler_type"] = "constant"
+    recipe = finetune.load_recipe("quickstart", max_steps=1, warmup_steps=0, **keys)
+    with finetune.Session(recipe, "single", saves=False) as session:
+        for _ in range(2):
+            session.forward_backward(ROWS)
+            assert session.optim_step().learning_rate == recipe.optimization.learning_rate
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(tmp_path: Path) -> None:
+    """In a recipe and in a session: the same keys, answers and rates as by Python's."""
+    keys = {"datasets": [], "exact_match_samples": 0, "output_dir": tmp_path / "run"}
+    plain: dict[str, Any] = {"max_steps": 5, "learning_rate": 0.5, "packing": False}
+    others: dict[str, Any] = {
+        "max_steps": np.int64(5), "learning_rate": torch.tensor(0.5), "packing": np.bool_(False)
+    }  # fmt: skip
+    recipe = finetune.load_recipe("quickstart", **keys, **others)
+    assert recipe == finetune.load_recipe("quickstart", **keys, **plain)
+    with finetune.Session(recipe, "single") as session:
+        expected = session.sample(["Hello?"], 3, 0.5, num_samples=2)
+        options: Any = (np.int64(3), np.float32(0.5))
+        assert session.sample(["Hello?"], *options, num_samples=np.int32(2)) == expected  # type: ignore[arg-type]
+        session.forward_backward(ROWS)
+        update = session.optim_step(np.float32(0.25))  # type: ignore[arg-type]
+    assert update.learning_rate == 0.25
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"use_peft": True, "lora_dropout": 0.5},
+        {"neftune_noise_alpha": 5.0},
+        {"method": "masked_diffusion", "mask_token": 3},
+        {"method": "early_exit", "layer_dropout": 0.5, "layer_dropout_schedule": "uniform"},
+    ],
+    ids=lambda keys: [*keys][-1],
+)
+def test_each_batch_of_a_step_draws_its_own_dropout(tmp_path: Path, keys: dict[str, Any]) -> None:
+    """Two of the same rows are no batch that counts twice; one is the same at every try, and another in the next step."""
+    recipe = finetune.load_recipe(
+        model_name_or_path=make_model(tmp_path / "model"), output_dir=tmp_path / "run",
+        max_length=64, **keys,
+    )  # fmt: skip
+    with finetune.Session(recipe, "single", saves=False) as session:
+        batch = session.batch(ROWS)
+
+        def add_up(batches: int) -> Tensor:
+            for _ in range(batches):
+                session.forward_backward(batch)
+            gradients = session.take_gradients().tensors
+            return torch.cat([each.flatten() for each in gradients if each is not None])
+
+        first, again, both = add_up(1), add_up(1), add_up(2)
+        session.forward_backward(batch)
+        session.optim_step(learning_rate=0.0)
+        later = add_up(1)
+    assert torch.equal(first, again)
+    for other in (both - first, later):
+        assert (other - first).norm() > 0.1 * first.norm()
+
+
+PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5", "margin": 0.5}
+TO_RETRIEVE = {"query": "two?", "positive": "It is 2.", "negative": "It is 3."}
+CLASS = {"text": "two", "label": "even"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "row", "what"),
+    [
+        ({"method": "reward"}, PAIR, "a reward model"),
+        ({"method": "embed"}, TO_RETRIEVE, "an embedding model"),
+        ({"method": "classify", "labels": ["odd", "even"]}, CLASS, "a classifier"),
+    ],
+    ids=lambda value: value.get("method") if isinstance(value, dict) else None,
+)
+def test_what_predicts_no_tokens_has_no_probabilities_of_them(
+    tmp_path: Path, keys: dict[str, Any], row: dict[str, Any], what: str
+) -> None:
+    """The numbers in the labels of scores were read as tokens. A class is one of a head's outputs, as a token is."""
+    recipe = finetune.load_recipe(
+        model_name_or_path=make_model(tmp_path / "model"), output_dir=tmp_path / "run",
+        max_length=64, datasets=[row] * 4, dataset_cache_dir=tmp_path / "cache", **keys,
+    )  # fmt: skip
+
+    def sums(log_probabilities: Tensor, batch: finetune.MicroBatch) -> Tensor:
+        return -log_probabilities.sum()
+
+    with finetune.Session(recipe, "single", saves=False) as session:
+        batch = session.batch([row] * 2)
+        makes = pytest.raises(finetune.UserError, match=f"predicted tokens, and .* makes {what}")
+        with makes:
+            session.sample(["two?"])
+        if what == "a classifier":
+            expected = session.forward_backward(batch).loss
+            assert session.forward_backward(batch, sums).loss == pytest.approx(expected)
+            (found,) = session.log_probabilities(batch)
+            assert -found.sum().item() / 2 == pytest.approx(expected)
+            return
+        with makes:
+            session.log_probabilities(batch)
+        with makes:
+            session.forward_backward(batch, sums)
+
+
+@pytest.mark.parametrize(
+    ("keys", "row"),
+    [
+        ({"method": "orpo"}, PAIR),
+        ({"method": "reward"}, PAIR),
+        ({"method": "embed"}, TO_RETRIEVE),
+        ({"method": "distill"}, ROWS[2]),
+    ],
+    ids=lambda value: value.get("method"),
+)
+def test_a_method_that_needs_only_rows_trains_without_datasets(
+    tmp_path: Path, keys: dict[str, Any], row: dict[str, Any]
+) -> None:
+    """With the loss of a session that has data, whose objective is made with it."""
+    keys = {
+        "model_name_or_path": make_model(tmp_path / "model"), "output_dir": tmp_path / "run",
+        "max_length": 64, "dataset_cache_dir": tmp_path / "cache", **keys,
+    }  # fmt: skip
+    if keys["method"] == "distill":
+        keys["teacher_model_name_or_path"] = make_model(tmp_path / "teacher", seed=1)
+    losses = []
+    for data in ({"datasets": [row] * 4}, {}):
+        recipe = finetune.load_recipe(**keys, **data)
+        with finetune.Session(recipe, "single", saves=False) as session:
+            losses.append(tuple(session.forward_backward([row] * 2)))
+    assert losses[0] == losses[1]
+
+
 def test_what_fails_leaves_no_gradient_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -668,6 +878,15 @@ def test_an_interrupt_waits_for_the_update() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert done
+
+
+def test_a_run_is_trained_in_a_thread(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+    """As a server or a worker of a queue calls it: only the main thread gets signals."""
+    recipe = str(tiny_recipe(max_steps=2))
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(finetune.train, recipe, "single").result()
+    assert [line["step"] for line in run.metrics if "loss" in line] == [1, 2]
+    assert run.export is not None
 
 
 @pytest.mark.slow

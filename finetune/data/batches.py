@@ -200,3 +200,12 @@ class StepBatch:
     groups: int = 0
     # whether a script gave the rows: their ids are then not those of the run's examples
     has_own_rows: bool = False
+    # the batches that a script has sent backward for the same step before this one
+    batches_before: int = 0
+
+    @property
+    def draws(self) -> str:
+        """The text that seeds what is drawn for the batch, such as dropout: the step, and which of
+        the step's batches it is if there are several.
+        """
+        return f"{self.step}/{self.batches_before}" if self.batches_before else str(self.step)

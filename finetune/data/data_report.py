@@ -14,7 +14,7 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.constants import ROUND_TOKENS, Names
 from finetune.data.batches import Ids
 from finetune.data.examples import Cuts, Examples, count_trained, cut, number_rows
-from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
+from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally, list_warnings
 from finetune.data.packing import StoredBatches
 from finetune.data.source_tokens import SHOWN_BAD_ROWS, SourceStats, count_columns
 from finetune.data.token_store import Int64s, TokenStore
@@ -331,12 +331,7 @@ class DataReport:
         contents = [
             line for source in sources for line in (*source.image_lines(), *source.lost_lines())
         ]
-        return [
-            totals,
-            *drawn,
-            *contents,
-            *(str(finding) for finding in self.findings if finding.severity != "notice"),
-        ]
+        return [totals, *drawn, *contents, *map(str, list_warnings(self.findings))]
 
 
 def make_report(
@@ -496,9 +491,7 @@ class StreamReport:
     def lines(self) -> list[str]:
         """The lines about the data on a run's first screen; nothing of the stream is read yet."""
         eval_findings = [finding for source in self.eval_sources for finding in source.findings]
-        shown = [
-            f"held out: {finding}" for finding in eval_findings if finding.severity != "notice"
-        ]
+        shown = [f"held out: {finding}" for finding in list_warnings(eval_findings)]
         first = [
             f"{path}: its first {rows:,} rows (max_samples), not drawn"
             for path, rows in self.first_rows

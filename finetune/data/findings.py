@@ -410,6 +410,11 @@ class Tally:
         return sorted(findings, key=lambda finding: (order[finding.severity], -finding.rows))
 
 
+def list_warnings(findings: Iterable[Finding]) -> list[Finding]:
+    """Lists the findings above a notice."""
+    return [finding for finding in findings if finding.severity != "notice"]
+
+
 def refuse_fatal(findings: Iterable[Finding]) -> None:
     """Raises one `UserError` that lists the fatal findings, if there are any."""
     if fatal := [str(finding) for finding in findings if finding.is_fatal]:

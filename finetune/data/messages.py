@@ -413,7 +413,7 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
         content, thoughts = _separate_thoughts(content, number)
     message: Message = {
         "role": ROLES[name],
-        "content": _read_content(content, ROLES[name], number, images),
+        "content": read_content(content, ROLES[name], number, images),
     }
     known_keys = KNOWN_KEYS
     if isinstance(turn.get("recipient"), str):  # gpt-oss's, which `_separate_calls` has read
@@ -586,7 +586,7 @@ def _read_thought(part: Mapping[str, Any], number: int) -> str:
     return thought
 
 
-def _read_content(content: Any, role: str, number: int, images: list[Any]) -> str:
+def read_content(content: Any, role: str, number: int, images: list[Any]) -> str:
     """Reads a content as text, and appends the images of its parts to `images`.
 
     A tool's result may be any JSON value. Raises `BadRow` if another role's content is neither text

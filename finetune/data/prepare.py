@@ -410,7 +410,7 @@ def batch_rows(
     world: DataParallelRank,
     step: int = 0,
     columns: Sequence[str] = (),
-) -> StepBatch:
+) -> tuple[StepBatch, list[Finding]]:
     """Makes one rank's share of a step that trains on all of a script's rows.
 
     A tokenizer without a chat template gets the plain one if conversations need it.
@@ -422,6 +422,9 @@ def batch_rows(
         world: This rank.
         step: The number of the step, from 0.
         columns: The columns of `rows` that the loss reads.
+
+    Returns:
+        The batch, and the findings about the rows.
 
     Raises:
         UserError: A row cannot be used, a finding is fatal, or no row holds a token to train on.
@@ -448,9 +451,9 @@ def batch_rows(
     if batches.images is not None:
         refuse_problems(find_problems(recipe, images=batches.images.family))
     batch = replace(next(batches.batches()), step=step, epoch=0.0, has_own_rows=True)
-    if not columns:
-        return batch
-    return attach_columns(batch, read_columns(rows, columns, examples, GIVEN), examples)
+    if columns:
+        batch = attach_columns(batch, read_columns(rows, columns, examples, GIVEN), examples)
+    return batch, list(report.findings)
 
 
 def preview_data(

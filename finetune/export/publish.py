@@ -6,6 +6,7 @@ This module imports no torch.
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -268,8 +269,12 @@ def exit_on_signals() -> Iterator[None]:
     """Turns SIGINT, SIGTERM and a lost terminal (SIGHUP) into `SystemExit` within the block.
 
     The exception unwinds the block, which then removes unfinished files. Signals that are ignored,
-    as SIGHUP is under nohup, stay ignored.
+    as SIGHUP is under nohup, stay ignored. Does nothing outside the main thread, because only the
+    main thread gets signals.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     received: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

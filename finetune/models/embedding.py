@@ -26,7 +26,7 @@ class NoisyDocuments(NamedTuple):  # not a dataclass, whose fields FSDP1 would s
     """The documents of a micro-batch in order, and what the seeds of their noise are made of."""
 
     seed: int
-    step: int
+    draws: str  # `StepBatch.draws`
     example_ids: Sequence[int]
     lengths: Sequence[int]  # tokens of each document
     first_token: int = 0  # where this rank's tokens begin in the row
@@ -64,8 +64,8 @@ def install_embedding_noise(model: Any, alpha: float) -> None:
 def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Tensor:
     """Makes the noise of `documents`, zero on padding.
 
-    A document's noise depends only on the seed, the step, its example id and its length: not on its
-    place in a batch, nor on the ranks that share a row.
+    A document's noise depends only on the seed, the batch's draws, its example id and its length:
+    not on its place in a batch, nor on the ranks that share a row.
 
     Args:
         embedded: [rows, tokens of this rank, hidden].
@@ -86,7 +86,7 @@ def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Ten
         first = max(start, 0)
         end = min(start + length, tokens)
         if first < end:
-            generator.manual_seed(seed_of(documents.seed, f"noise/{documents.step}/{example_id}"))
+            generator.manual_seed(seed_of(documents.seed, f"noise/{documents.draws}/{example_id}"))
             bound = alpha / (length * hidden) ** 0.5
             document_noise = torch.empty(length, hidden, device=embedded.device).uniform_(
                 -bound, bound, generator=generator

@@ -30,7 +30,7 @@ from finetune.config.yaml_file import read_yaml
 from finetune.data.batches import StepBatch
 from finetune.data.data_report import OnReport, Report
 from finetune.data.examples import Prompt
-from finetune.data.messages import BadRow
+from finetune.data.messages import BadRow, Message, read_content
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.tokenizer import apply_template, asks_for_date, encode_plain, make_renderer
@@ -178,29 +178,46 @@ def make_objectives(
         folder: The run's folder; None if it has none.
     """
     facts = recipe.method_facts
-    teacher = None
-    if recipe.teacher is not None:
+    if recipe.teacher is not None and recipe.method.distill_top_k is not None:
         load = partial(load_checked_teacher, recipe, recipe.teacher, world)
-        if recipe.method.distill_top_k is not None:
-            stored = find_stored_teacher(model, recipe, data, inputs, signals, world, load)
-            training = stored["training"]
-            held_out = stored.get("held_out", training)  # without held-out data, never measured
-            return Objectives(Distillation(training), Distillation(held_out))
-        teacher = load()
-        if not facts.samples:
-            return Objectives.of(Distillation(teacher))
+        stored = find_stored_teacher(model, recipe, data, inputs, signals, world, load)
+        training = stored["training"]
+        held_out = stored.get("held_out", training)  # without held-out data, never measured
+        return Objectives(Distillation(training), Distillation(held_out))
     if facts.samples:
+        teacher = None
+        if recipe.teacher is not None:
+            teacher = load_checked_teacher(recipe, recipe.teacher, world)
         return make_policy_objectives(model, recipe, data, world, teacher, folder)
-    if facts.rows == "answers":
+    if recipe.teacher is None and facts.rows == "answers":
         return Objectives.of(make_answer_objective(recipe, data.tokenizer, data.train.steps))
-    if facts.scores:
-        return Objectives.of(SCORING[facts.rows](recipe, world.sequence_group))
-    if facts.embeds:
-        return Objectives.of(ContrastiveObjective.of(recipe, world.sequence_group))
+    if recipe.teacher is not None or not facts.writes_text:
+        return Objectives.of(make_objective_of_any_rows(recipe, world))
     references: tuple[Reference | None, Reference | None] = (None, None)
     if facts.needs_reference:
         references = find_references(model, recipe, data, inputs, signals, world)
     return _make_preference_objectives(recipe, data, references, world.sequence_group)
+
+
+def make_objective_of_any_rows(recipe: Recipe, world: World) -> Objective:
+    """Makes the objective of training of a method that needs nothing but rows: no reference, no
+    stored tokens of a teacher, no samples. It is not for answers without a teacher.
+
+    All ranks call it. It loads the teacher, if the method has one.
+    """
+    facts = recipe.method_facts
+    if recipe.teacher is not None:
+        return Distillation(load_checked_teacher(recipe, recipe.teacher, world))
+    if facts.scores:
+        return SCORING[facts.rows](recipe, world.sequence_group)
+    if facts.embeds:
+        return ContrastiveObjective.of(recipe, world.sequence_group)
+    return PreferenceObjective(
+        recipe.method,
+        None,
+        recipe.optimization.label_smoothing,
+        sequence_group=world.sequence_group,
+    )
 
 
 def _make_preference_objectives(
@@ -467,23 +484,46 @@ def encode_prompt(
     """Encodes a prompt in the chat template, up to where the assistant's answer begins.
 
     Args:
-        prompt: A user's turn as text, or messages. Without a chat template, the text is encoded as
-            it is.
+        prompt: A user's turn as text, or messages. Without a chat template it must be text, which
+            is encoded as it is.
         tokenizer: The tokenizer.
         date: What the template writes as today's, such as 2026-01-31; None: today.
 
     Raises:
-        UserError: The chat template rejects the prompt.
+        UserError: The prompt cannot be read, or the chat template rejects it.
     """
-    if tokenizer.chat_template is None:
-        return encode_plain(tokenizer, str(prompt))
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    renderer = make_renderer(tokenizer, assistant_only=True, date=date)
     try:
-        text = apply_template(renderer, list(map(dict, messages)), add_generation_prompt=True)
+        messages = _read_prompt(prompt)
+        if tokenizer.chat_template is None:
+            if not isinstance(prompt, str):
+                raise BadRow("the tokenizer has no chat template for messages; set chat_template")
+            return encode_plain(tokenizer, prompt)
+        renderer = make_renderer(tokenizer, assistant_only=True, date=date)
+        text = apply_template(renderer, messages, add_generation_prompt=True)
     except BadRow as error:
         raise UserError(f"the prompt {str(prompt)[:100]!r}: {error}") from None
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _read_prompt(prompt: Any) -> list[Message]:
+    """Reads a prompt, which is a user's turn as text or messages, as messages for a chat template.
+
+    A content of parts is joined to a text, as in a row of data. Raises `BadRow` if the prompt is
+    something else, or has an image.
+    """
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, Sequence) or not all(isinstance(turn, Mapping) for turn in prompt):
+        raise BadRow("a text or a list of messages is expected, each with role and content")
+    messages = [dict(turn) for turn in prompt]
+    images: list[Any] = []
+    for number, message in enumerate(messages, 1):
+        if isinstance(message.get("content"), list):
+            role = message.get("role", "user")
+            message["content"] = read_content(message["content"], role, number, images)
+    if images:
+        raise BadRow("has an image, which is not read here; finetune.chat(...).ask reads images")
+    return messages
 
 
 FINISHED = "finished.json"  # in the run's folder once the run is done; `_make_record` describes it

@@ -122,8 +122,8 @@ def forward_backward(
 ) -> Measured:
     """Adds the gradients of `batch` to the gradients that the parameters have.
 
-    Dropout, noise on embeddings, and rounding in quantization-aware training are those of the
-    batch's step. All ranks call it.
+    Dropout and noise on embeddings are the batch's own (`StepBatch.draws`), and rounding in
+    quantization-aware training is that of its step. All ranks call it.
 
     Returns:
         The sums that the objective measured on this rank.
@@ -131,7 +131,7 @@ def forward_backward(
     round_from_step(model, recipe.quantization_aware, batch.step)
     stage = world.rank // world.stage_size
     group = stage * world.tensor_group_count + world.tensor_group_index  # among those of all stages
-    seed_dropout(recipe.run.seed, batch.step, group)
+    seed_dropout(recipe.run.seed, batch.draws, group)
     has_noise = recipe.optimization.neftune_noise_alpha is not None
     noise_seed = recipe.run.seed if has_noise else None
     return accumulate_gradients(
@@ -276,7 +276,7 @@ class _Forwards:
         if self._noise_seed is not None:
             inputs["noisy_documents"] = NoisyDocuments(
                 self._noise_seed,
-                self._batch.step,
+                self._batch.draws,
                 micro_batch.example_ids,
                 micro_batch.document_lengths,
                 micro_batch.first_token,
@@ -334,14 +334,14 @@ def clip_and_update(
     return StepResult(measured, grad_norm, check if is_skipped else None)
 
 
-def seed_dropout(seed: int, step: int, tensor_group: int) -> None:
-    """Seeds dropout by the step (0-based) and the index of the tensor-parallel group, counted over
+def seed_dropout(seed: int, draws: str, tensor_group: int) -> None:
+    """Seeds dropout by the batch's `draws` and the index of the tensor-parallel group, counted over
     all pipeline stages.
 
     So a resumed run needs no saved random state, the ranks of a group drop the same activations,
     and the layers of each stage have masks of their own.
     """
-    seed_from(f"{seed}/{step}/{tensor_group}")
+    seed_from(f"{seed}/{draws}/{tensor_group}")
 
 
 def set_learning_rate(optimizer: Optimizer, learning_rate: float) -> None:

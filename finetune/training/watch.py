@@ -144,7 +144,8 @@ class SignalListener:
     in agreement with the other ranks.
 
     SIGTERM and SIGINT ask to save and stop, SIGUSR1 to save and continue. A second request to stop
-    ends the process at once.
+    ends the process at once. Entered outside the main thread, which alone gets signals, it records
+    none.
     """
 
     def __init__(self) -> None:
@@ -155,6 +156,8 @@ class SignalListener:
         self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalListener":
+        if threading.current_thread() is not threading.main_thread():
+            return self
         # Python runs a handler only between two of its own instructions, and a rank that hangs in a
         # collective runs none. But CPython's handler in C writes the signal's number to this pipe
         # at once, and a thread reads it.
@@ -170,6 +173,8 @@ class SignalListener:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._previous_handlers:  # entered outside the main thread
+            return
         signal.set_wakeup_fd(self._previous_wakeup)
         for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)

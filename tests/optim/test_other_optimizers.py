@@ -196,7 +196,7 @@ def test_held_out_losses_are_not_smoothed(folder: Path) -> None:
 
 def test_noise_is_bounded_by_each_documents_own_length_wherever_it_lies() -> None:
     packed, padded = torch.zeros(1, 64, 48), torch.zeros(2, 40, 48)
-    documents = NoisyDocuments(seed=1, step=7, example_ids=(5, 9), lengths=(30, 20))
+    documents = NoisyDocuments(seed=1, draws="7", example_ids=(5, 9), lengths=(30, 20))
     one, two = make_noise(packed, documents, 5.0)[0], make_noise(padded, documents, 5.0)
     assert torch.equal(one[:30], two[0, :30])
     assert torch.equal(one[30:50], two[1, :20])
@@ -204,7 +204,7 @@ def test_noise_is_bounded_by_each_documents_own_length_wherever_it_lies() -> Non
     bound = 5.0 / (20 * 48) ** 0.5
     assert 0.99 * bound < one[30:50].abs().max() <= bound
     assert one[30:50].mean().abs() < 0.1 * bound
-    later = make_noise(packed, documents._replace(step=8), 5.0)[0]
+    later = make_noise(packed, documents._replace(draws="8"), 5.0)[0]
     assert not torch.equal(later, one)
 
 

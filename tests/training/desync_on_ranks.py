@@ -81,11 +81,11 @@ def fail(case: dict[str, Any], rank: int, *, mark: Path) -> None:
     }
     seed_dropout = training_step.seed_dropout
 
-    def seed_and_fail(seed: int, step: int, of: int) -> None:
-        if step == STEP and rank == FAULTY:
+    def seed_and_fail(seed: int, draws: str, of: int) -> None:
+        if draws == str(STEP) and rank == FAULTY:
             mark.touch()
             faults[case["fault"]]()
-        seed_dropout(seed, step, of)
+        seed_dropout(seed, draws, of)
 
     def die_with_tokens(*_: object) -> None:
         mark.touch()

@@ -45,17 +45,17 @@ def main() -> None:
         training_step.seed_dropout = seed_dropout
 
 
-def print_timeouts(is_main: bool, run: str) -> Callable[[int, int, int], None]:
+def print_timeouts(is_main: bool, run: str) -> Callable[[int, str, int], None]:
     """Makes the loop print the timeouts of all process groups at its first step. Returns what it called until now."""
     seed_dropout = training_step.seed_dropout
 
-    def seed_and_print(seed: int, step: int, rank: int) -> None:
-        if is_main and step == 0:
+    def seed_and_print(seed: int, draws: str, rank: int) -> None:
+        if is_main and draws == "0":
             groups = dist.distributed_c10d._world.pg_map
             backends = (group._get_backend(torch.device("cpu")) for group in groups)
             seconds = sorted(backend.options._timeout.total_seconds() for backend in backends)
             print(f"{run}: timeouts {seconds}", flush=True)
-        seed_dropout(seed, step, rank)
+        seed_dropout(seed, draws, rank)
 
     training_step.seed_dropout = seed_and_print
     return seed_dropout
@@ -65,11 +65,11 @@ def kill_once(rank: int, mark: Path) -> None:
     """Makes the loop kill this process at the beginning of a step, if it is the one and `mark` is not there yet."""
     seed_dropout = training_step.seed_dropout
 
-    def seed_and_die(seed: int, step: int, of: int) -> None:
-        if rank == KILLED_RANK and step == KILLED_AT_STEP and not mark.exists():
+    def seed_and_die(seed: int, draws: str, of: int) -> None:
+        if rank == KILLED_RANK and draws == str(KILLED_AT_STEP) and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        seed_dropout(seed, step, of)
+        seed_dropout(seed, draws, of)
 
     training_step.seed_dropout = seed_and_die
 

@@ -96,7 +96,9 @@ def plain_loss(model: Any, examples: list[Any], step: int = STEP, keys: Method =
 
 def measure(model: Any, batch: Any, keys: Method = KEYS, step: int = STEP) -> Any:
     objective = EarlyExit(keys, SEED, STEPS)
-    return objective.measure(model, batch, batch.inputs, SimpleNamespace(step=step))  # type: ignore[arg-type]
+    return objective.measure(
+        model, batch, batch.inputs, SimpleNamespace(step=step, draws=str(step))
+    )  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "granite", "phi3"])

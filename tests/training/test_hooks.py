@@ -381,7 +381,8 @@ def test_arrays_in_rows_are_lists(mine: Path) -> None:
     recipe = read_recipe(mine)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     row = next(iter(load(f"{mine}/my_data.py:arrays")()))
-    (micro_batch,) = batch_rows([row], recipe, tokenizer, alone()).micro_batches
+    batch, _ = batch_rows([row], recipe, tokenizer, alone())
+    (micro_batch,) = batch.micro_batches
     assert micro_batch.input_ids.flatten()[:3].tolist() == [3, 4, 5]
 
 

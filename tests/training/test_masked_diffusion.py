@@ -81,7 +81,7 @@ def plain_loss(model: Any, examples: list[Any]) -> torch.Tensor:
 
 def measure(model: Any, batch: Any, **keys: Any) -> Any:
     objective = MaskedDiffusion(MASK, EPS, SEED, **keys)
-    return objective.measure(model, batch, batch.inputs, SimpleNamespace(step=STEP))  # type: ignore[arg-type]
+    return objective.measure(model, batch, batch.inputs, SimpleNamespace(draws=str(STEP)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "granite"])
@@ -157,7 +157,7 @@ def test_noise_is_of_the_document_whatever_lies_beside_it_and_stays_for_held_out
     model = ours(build("llama"))
     losses = [
         objective.for_evaluation()
-        .measure(model, batch, batch.inputs, SimpleNamespace(step=step))
+        .measure(model, batch, batch.inputs, SimpleNamespace(draws=str(step)))
         .loss_sum  # type: ignore[arg-type]
         for step, batch in (
             (0, collate(examples, is_packed=True)),
@@ -346,8 +346,12 @@ def test_a_session_trains_on_rows_and_refuses_what_reads_from_left_to_right(
 ) -> None:
     path = tiny_recipe(method="masked_diffusion", mask_token="<|system|>")
     with finetune.Session(str(path), str(write_config(tmp_path, "single"))) as session:
-        losses = [session.forward_backward(ROWS).loss for _ in range(2)]
-        assert losses[0] == losses[1] > 0  # the noise of a step
+        losses = []
+        for _ in range(2):
+            losses.append(session.forward_backward(ROWS).loss)
+            gradients = session.take_gradients()
+        assert losses[0] == losses[1] > 0  # the noise of a step's first batch
+        session.give_gradients(gradients)
         session.optim_step()
         assert session.forward_backward(ROWS).loss != losses[0]
         for call in (

@@ -98,7 +98,7 @@ def test_each_stage_draws_dropout_masks_of_its_own(
     def draw(rank: int, stages: int) -> torch.Tensor:
         layout = Sharding(layout="fsdp2", pipeline_parallel_size=stages)
         world = World(rank, stages, rank, stages, torch.device("cpu"), layout, cast(Any, None))
-        batch = cast(Any, SimpleNamespace(step=3))
+        batch = cast(Any, SimpleNamespace(step=3, draws="3"))
         return cast(Any, forward_backward(torch.nn.Linear(1, 1), batch, SFT, recipe, world))
 
     monkeypatch.setattr("finetune.training.step.accumulate_gradients", drop)

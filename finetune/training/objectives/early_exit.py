@@ -50,7 +50,8 @@ GRADUAL_SHARE = 0.5  # the share of a run's steps after which a gradual curricul
 class EarlyExit(Objective):
     """The weighted mean of the cross entropies after each exit and at the model's output.
 
-    Which layers a document passes by is a pure function of the seed, the step and the example.
+    Which layers a document passes by is a pure function of the seed, the batch's draws and the
+    example.
     """
 
     keys: Method
@@ -73,7 +74,7 @@ class EarlyExit(Objective):
         device = micro_batch.labels.device
         exits = choose_exits(self.keys, layers, batch.step, self.steps)
         weights = copy_to(torch.tensor(weigh_exits(self.keys, exits, layers)), device)
-        on_host = self.draw(micro_batch, batch.step, layers)
+        on_host = self.draw(micro_batch, batch.draws, layers)
         passed_by = {layer: copy_to(passes, device) for layer, passes in on_host.items()}
         with watched.watch(exits, passed_by):
             loss, *loss_sums = model(**inputs, head_function=watched.score(exits, weights))
@@ -84,8 +85,8 @@ class EarlyExit(Objective):
             metrics[name] = torch.stack([loss_sum.detach().float(), trained_tokens])
         return Measured(loss, metrics)
 
-    def draw(self, micro_batch: MicroBatch, step: int, layers: int) -> dict[int, Tensor]:
-        """Draws which documents pass which layers by.
+    def draw(self, micro_batch: MicroBatch, draws: str, layers: int) -> dict[int, Tensor]:
+        """Draws which documents pass which layers by. `draws`: the batch's.
 
         Returns:
             For each layer that documents may pass by, bool[rows, tokens] on the host: whether the
@@ -99,7 +100,7 @@ class EarlyExit(Objective):
         row_length = max(own_tokens.stop, sum(micro_batch.document_lengths))
         passed_by = {layer: np.zeros((rows, row_length), bool) for layer in probabilities}
         for example_id, row, document in micro_batch.locate_documents():
-            random = make_generator(self.seed, f"layer_dropout {step}", example_id).random(layers)
+            random = make_generator(self.seed, f"layer_dropout {draws}", example_id).random(layers)
             for layer, probability in probabilities.items():
                 passed_by[layer][row, document] = random[layer] < probability
         return {

@@ -21,7 +21,7 @@ from finetune.data.examples import make_generator
 from finetune.models.cross_entropy import weigh_losses
 from finetune.training.objectives.objective import Measured, Objective
 
-HELD_OUT = "held out"  # seeds the noise of held-out data, where training has the step's number
+HELD_OUT = "held out"  # seeds the noise of held-out data, where training has the batch's `draws`
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class MaskedDiffusion(Objective):
         The metrics are the share of trained tokens that are masked, and their mean cross entropy
         without weights.
         """
-        noise = HELD_OUT if self.is_held_out else str(batch.step)
+        noise = HELD_OUT if self.is_held_out else batch.draws
         is_label_drawn, weights = self.draw(micro_batch, noise)
         device = micro_batch.labels.device
         is_trained = micro_batch.labels != IGNORE_INDEX
