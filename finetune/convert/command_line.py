@@ -40,6 +40,7 @@ SHELL_SYNTAX = re.compile(
     r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*|(?<!\S)[12&]?>>?(?:&\d|\s*\S+)|"""
     r"""((?<!\S)(?:&&?|\|\|?)(?!\S)|;(?!\S))"""
 )
+LAUNCH_FILE = re.compile(r"accelerate launch .*--config_file[ =](\S+)")
 CONFIG_ENDINGS = (".yaml", ".yml", ".json")
 COMMAND = "command"  # the settings' key for the subcommand, such as dpo in `trl dpo`
 
@@ -84,6 +85,9 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
         settings |= options
         if tool in ("TRL", "ms-swift"):
             settings[COMMAND] = command
+        launch_file = LAUNCH_FILE.search(" ".join(words))
+        if tool == "TRL" and launch_file:
+            settings.setdefault("accelerate_config", _replace_variables(launch_file[1], variables))
         return tool, settings, text
     raise UserError(
         f"{source}: no command of {', '.join(PROGRAMS)} is in it; name a script with one, or write "

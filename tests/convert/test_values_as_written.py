@@ -1,9 +1,13 @@
 """Keys and values that people write and published files rarely have: null, other defaults beside a key, several keys together."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finetune.convert.conversion import TRAINED_AS_FILED, convert_file
+from finetune.convert.objectives import ANSWER_CUT_ALONE, PAIRS_SMOOTHED
+from finetune.convert.recognize import Refusal
 from tests.convert.conftest import Convert, said
 
 AXOLOTL = {
@@ -35,3 +39,105 @@ def test_batch_size_of_axolotl_counts_steps_unless_the_accumulation_is_null(
     assert found.recipe.get("gradient_accumulation_steps") == steps
     assert found.recipe["num_train_epochs"] == epochs
     assert ("batch_size: 8" in said(found)) is (epochs == 0.75)
+
+
+TRL = {"model_name_or_path": "org/model", "dataset_name": "a/rows"}
+COMMAND = "trl {} --model_name_or_path org/model --dataset_name a/rows "
+
+
+def test_the_command_cpo_is_simpo_with_its_loss_and_refused_without() -> None:
+    """Source: CPOConfig of TRL, whose loss_type may be simpo."""
+    options = COMMAND.format("cpo")
+    found = convert_file(Path(options + "--loss_type simpo --cpo_alpha 0 --simpo_gamma 1.2"))
+    assert (found.recipe["method"], found.recipe["simpo_gamma"]) == ("simpo", 1.2)
+    for loss in ("", "--loss_type sigmoid"):
+        with pytest.raises(Refusal, match=r"another loss \(CPO\)"):
+            convert_file(Path(options + loss))
+
+
+@pytest.mark.parametrize(
+    ("keys", "length"),
+    [({"loss_type": "simpo"}, 512), ({"desirable_weight": 1.0}, 8192), ({"beta": 0.1}, 8192)],
+)
+def test_null_as_max_length_is_512_in_trls_experimental_trainers(
+    keys: dict[str, Any], length: int, convert: Convert
+) -> None:
+    """Source: __init__ of CPOTrainer and ORPOTrainer. KTOTrainer did so before 0.27, DPOTrainer cuts nothing."""
+    found = convert(TRL, max_length=None, **keys)
+    assert found.recipe["max_length"] == length
+    assert ("row of over 512 tokens" in said(found)) is ("beta" not in keys)
+
+
+@pytest.mark.parametrize("command", ["orpo", "kto", "sft"])
+def test_none_on_a_command_line_of_trl_is_null(command: str) -> None:
+    """Source: _accept_none of TRL's scripts/_hf_argparser.py."""
+    found = convert_file(Path(COMMAND.format(command) + "--max_length None"))
+    assert found.recipe["max_length"] == (512 if command == "orpo" else 8192)
+
+
+def test_a_word_for_false_is_false(convert: Convert) -> None:
+    """Source: string_to_bool of HfArgumentParser, which argparse calls for the texts of a file too."""
+    found = convert(TRL, completion_only_loss="false", packing="True")
+    assert found.recipe["assistant_only_loss"] is False and found.recipe["packing"] is True
+
+
+def test_a_loss_of_pairs_names_its_trainer_or_is_refused(convert: Convert) -> None:
+    assert convert(TRL, loss_type="kto", beta=0.2).recipe["method"] == "kto"
+    with pytest.raises(Refusal, match="chosen answers alone"):
+        convert(TRL, loss_type="sft")
+    without = convert(TRL, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.0])
+    assert "rpo_alpha" not in without.recipe | convert(TRL, beta=0.1, rpo_alpha=0).recipe
+    smoothed = convert(TRL, loss_type="simpo", label_smoothing=0.1)
+    assert PAIRS_SMOOTHED in said(smoothed)
+    assert PAIRS_SMOOTHED not in said(convert(TRL, loss_type="simpo", label_smoothing=0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "method", "is_cut"),
+    [
+        ({"loss_type": "sigmoid"}, "dpo", True),
+        ({"desirable_weight": 1.0}, "kto", False),
+        ({"loss_type": "simpo"}, "simpo", False),
+        ({"reward_funcs": ["think_format_reward"], "beta": 0.0}, "grpo", False),
+    ],
+)
+def test_max_completion_length_is_of_older_preference_trainers_too(
+    keys: dict[str, Any], method: str, is_cut: bool, convert: Convert
+) -> None:
+    """DPO's tokenize_row cuts an answer to it; the others read it of models with an encoder."""
+    found = convert(TRL, max_completion_length=64, **keys)
+    assert found.recipe["method"] == method
+    assert (ANSWER_CUT_ALONE in said(found)) is is_cut
+
+
+def test_peft_adapts_no_layer_by_itself_beside_named_parameters(convert: Convert) -> None:
+    experts = {"lora_target_parameters": ["mlp.experts.gate_up_proj"], "use_peft": True}
+    mixture = {**TRL, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}
+    assert convert(mixture, **experts).recipe["lora_target_modules"] == []
+    both = convert(mixture, lora_target_modules=["q_proj"], **experts)
+    assert both.recipe["lora_target_modules"] == ["q_proj"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "layout", "ours"),
+    [
+        ("zero3", "bfloat16", "fsdp_full_shard_auto", None),
+        ("configs/deepspeed_zero2.yaml", "bfloat16", "fsdp_shard_grad_op", None),
+        ("fsdp2", "bfloat16", "fsdp_full_shard_auto", None),
+        ("multi_gpu", "bfloat16", "ddp_checkpointing", "bfloat16"),
+        ("single_gpu", "auto", "ddp_checkpointing", None),
+    ],
+)
+def test_the_accelerate_file_of_trls_command_is_the_layout(
+    name: str, dtype: str, layout: str, ours: str | None, convert: Convert
+) -> None:
+    """Without FSDP and DeepSpeed nothing makes a copy in float32 of what is loaded in bfloat16."""
+    found = convert(TRL, accelerate_config=name, dtype=dtype)
+    assert (found.recipe["accelerate_config"], found.recipe.get("dtype")) == (layout, ours)
+    assert (found.recipe.get("export_dtype") == "bfloat16") is ("zero" in name)
+    assert (TRAINED_AS_FILED in said(found)) is (dtype == "auto")
+    script = "examples/scripts/sft.py --model_name_or_path org/model --dataset_name a/rows"
+    launched = convert_file(
+        Path(f"accelerate launch --config_file={name} {script} --dtype {dtype}")
+    )
+    assert launched.recipe["accelerate_config"] == layout
