@@ -128,6 +128,16 @@ UNREAD_RULES = (
         ),
         starts_by_lora_ga,
     ),
+    # set_training_args_kwargs of core/trainers/dpo
+    UnreadRule(
+        ("Axolotl",),
+        ("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing"),
+        lambda file: file.get("rl") != "dpo",
+    ),
+    # the default
+    UnreadRule(
+        ("LLaMA-Factory",), ("mix_strategy",), lambda file: file.get("mix_strategy") == "concat"
+    ),
     # peft's own start: __post_init__ of arguments/tuner_args.py
     UnreadRule(
         ("ms-swift",), ("init_weights",), lambda file: str(file.get("init_weights")) in TRUE_WORDS

@@ -74,6 +74,8 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
             variables |= _read_assignments(words, variables)
             continue
         tool, command, arguments = program
+        if tool == "Axolotl" and command != "train":
+            continue  # such as preprocess, before the command that trains
         options = dict(_read_options([_fill_in(word, variables, source) for word in arguments]))
         config_files = [
             options.pop("config", None),

@@ -614,7 +614,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 
 def _report_filed_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
-    """Reports that TRL trains the weights in the dtype of their files, where nothing copies them."""
+    """Reports that TRL trains weights in the dtype of their files where nothing copies them."""
     is_plain = layout.sharding == "none" and not layout.by_deepspeed
     asked_dtype = settings.get("dtype", settings.get("torch_dtype"))
     if is_plain and asked_dtype == "auto" and not conversion.recipe.get("use_peft"):

@@ -223,6 +223,8 @@ DIVIDED_TWICE = (
     "gradients: on several processes divided by their number too there; AdamW's steps are the "
     "same, clipping is not"
 )
+# names of losses that are the cross entropy, which torchtune and Automodel have several kernels of
+CROSS_ENTROPIES = re.compile(r"(CrossEntropy(Loss)?|cross_entropy|CEWithChunkedOutputLoss)$")
 # torchtune's classes and functions for early exits -> our exit_curriculum and exit_weights
 CURRICULA: Mapping[str, str] = {
     "None": "none",
@@ -414,6 +416,8 @@ def _read_losses(tool: Tool, settings: ToolFile) -> dict[str, Any]:
 
 def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     """Adds our `method` to the recipe, with what several keys of the file mean under it."""
+    if METHODS[method].rows == "answers":
+        _report_own_loss(settings, conversion)
     if method == "sft":
         _adapt_supervised(settings, conversion)
     elif method == "distill":
@@ -428,6 +432,15 @@ def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conv
         _adapt_early_exit(settings, conversion)
     else:
         _adapt_comparison(method, settings, source, conversion)
+
+
+def _report_own_loss(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports a loss of torchtune's or Automodel's section that is no cross entropy by its name."""
+    for section, key in (("loss", "_component_"), ("loss_fn", "_target_")):
+        name = read_section(settings, section).get(key)
+        if name and not CROSS_ENTROPIES.search(str(name)):
+            note = "the cross entropy here"
+            conversion.add_difference(f"{section}.{key}", name, note, "a loss of one's own")
 
 
 def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
@@ -699,7 +712,7 @@ def _report_order(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports what LLaMA-Factory's trainer for `method` does otherwise."""
-    pair_loss = settings.get("pref_loss", "sigmoid")
+    pair_loss = settings.get("pref_loss") or "sigmoid"
     if method == "dpo" and pair_loss != "sigmoid":
         conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
     if method == "orpo":

@@ -4,10 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from finetune.convert.conversion import TRAINED_AS_FILED, convert_file
+from finetune.convert.factory import ONE_LESS
 from finetune.convert.objectives import ANSWER_CUT_ALONE, PAIRS_SMOOTHED
 from finetune.convert.recognize import Refusal
+from finetune.errors import UserError
 from tests.convert.conftest import Convert, said
 
 AXOLOTL = {
@@ -141,3 +144,95 @@ def test_the_accelerate_file_of_trls_command_is_the_layout(
         Path(f"accelerate launch --config_file={name} {script} --dtype {dtype}")
     )
     assert launched.recipe["accelerate_config"] == layout
+
+
+FACTORY = {
+    "model_name_or_path": "org/model",
+    "stage": "sft",
+    "finetuning_type": "full",
+    "dataset": "rows",
+    "cutoff_len": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "length"),
+    [
+        ({"packing": True}, 511),
+        ({"neat_packing": True, "packing": False}, 511),
+        ({"stage": "pt"}, 512),
+        ({"stage": "pt", "packing": True}, 511),
+        ({"packing": False}, 512),
+        ({"max_length": 64}, 512),
+    ],
+)
+def test_packed_rows_of_llama_factory_have_one_token_less_than_cutoff_len(
+    keys: dict[str, Any], length: int, convert: Convert
+) -> None:
+    """Source: __post_init__ of DataArguments; max_length is one of GeneratingArguments."""
+    found = convert(FACTORY, **keys)
+    assert found.recipe["max_length"] == length
+    assert (ONE_LESS in said(found)) is (length == 511)
+
+
+def test_the_default_to_mix_data_sets_asks_for_nothing(convert: Convert) -> None:
+    assert "mix_strategy" not in said(convert(FACTORY, mix_strategy="concat"))
+    assert "mix_strategy" in said(convert(FACTORY, mix_strategy="interleave_under"))
+
+
+@pytest.mark.parametrize(("rl", "loss"), [("ipo", "ipo"), ("dpo", "hinge")])
+def test_axolotl_reads_the_loss_of_dpo_under_that_name_alone(
+    rl: str, loss: str, convert: Convert
+) -> None:
+    """Source: set_training_args_kwargs of DPOStrategy in 0.19 and 0.21."""
+    pairs = {"datasets": [{"path": "a/pairs", "type": "chatml.intel"}], "rl": rl}
+    found = convert(AXOLOTL | pairs, dpo_loss_type=["hinge"], dpo_label_smoothing=0.1)
+    assert found.recipe["loss_type"] == loss
+    assert ("label_smoothing" in found.recipe) is (rl == "dpo")
+
+
+def test_the_command_of_axolotl_that_trains_is_converted(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(AXOLOTL))
+    script = tmp_path / "run.sh"
+    command = f"axolotl preprocess {tmp_path}/theirs.yaml\n"
+    script.write_text(f"{command}axolotl train {tmp_path}/theirs.yaml --learning-rate 3e-4\n")
+    assert convert_file(script).recipe["learning_rate"] == 3e-4
+    script.write_text(command)
+    with pytest.raises(UserError, match="no command"):
+        convert_file(script)
+
+
+TORCHTUNE = {
+    "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
+    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
+    "checkpointer": {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": "meta-llama/Meta-Llama-3-8B",
+    },
+    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
+}
+AUTOMODEL = {
+    "model": {"pretrained_model_name_or_path": "org/model"},
+    "dataset": {
+        "_target_": "nemo_automodel.components.datasets.llm.squad.make_squad_dataset",
+        "dataset_name": "a/rows",
+    },
+    "step_scheduler": {"local_batch_size": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_own"),
+    [
+        ("my_losses.FocalLoss", True),
+        ("torch.nn.CrossEntropyLoss", False),
+        ("torchtune.modules.loss.CEWithChunkedOutputLoss", False),
+        ("nemo_automodel.components.loss.te_parallel_ce.TEParallelCrossEntropy", False),
+    ],
+)
+def test_a_loss_that_is_no_cross_entropy_is_said(name: str, is_own: bool, convert: Convert) -> None:
+    for file, section, key in (
+        (TORCHTUNE, "loss", "_component_"),
+        (AUTOMODEL, "loss_fn", "_target_"),
+    ):
+        assert (name in said(convert(file, **{section: {key: name}}))) is is_own
