@@ -300,6 +300,8 @@ def _replace_defaults_of_axolotl(file: dict[str, Any]) -> None:
         # model_dump(exclude_none=True) drops null, and Trainer clips by its default. Here null
         # would switch clipping off.
         del file["max_grad_norm"]
+    if file.get("chat_template") == "jinja" and file.get("chat_template_jinja"):
+        del file["chat_template"]  # it says that the other key has the template
     for key in ("kto_desirable_weight", "kto_undesirable_weight"):
         if file.get(key) == 0:
             file[key] = 1.0  # core/builders/rl.py reads the weight `or 1.0`

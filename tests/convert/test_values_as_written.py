@@ -1,5 +1,6 @@
 """Keys and values that people write and published files rarely have: null, other defaults beside a key, several keys together."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 
 from finetune.convert.conversion import TRAINED_AS_FILED, convert_file
+from finetune.convert.datasets import FIRST_MESSAGE, QUERY_JOINED, THOUGHTS_SWITCHED
 from finetune.convert.factory import ONE_LESS
 from finetune.convert.objectives import ANSWER_CUT_ALONE, PAIRS_SMOOTHED
 from finetune.convert.recognize import Refusal
@@ -236,3 +238,63 @@ def test_a_loss_that_is_no_cross_entropy_is_said(name: str, is_own: bool, conver
         (AUTOMODEL, "loss_fn", "_target_"),
     ):
         assert (name in said(convert(file, **{section: {key: name}}))) is is_own
+
+
+@pytest.mark.parametrize(
+    ("entry", "column", "note"),
+    [
+        ({"columns": {"prompt": "text"}}, "text", ""),
+        ({"columns": {"prompt": "text", "response": "output"}}, "text", ""),
+        ({}, "instruction", QUERY_JOINED),
+        ({"columns": {"prompt": "q", "query": "more"}}, "q", QUERY_JOINED),
+        ({"formatting": "sharegpt"}, None, FIRST_MESSAGE),
+    ],
+)
+def test_pretraining_by_llama_factory_trains_the_prompts_alone(
+    entry: dict[str, Any], column: str | None, note: str, tmp_path: Path, convert: Convert
+) -> None:
+    """Source: PretrainDatasetProcessor, whose text is the first message of _prompt."""
+    (tmp_path / "data").mkdir()
+    info = {"rows": {"hf_hub_url": "a/rows", **entry}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    found = convert(FACTORY, stage="pt")
+    assert found.recipe["datasets"][0].get("text_column") == column
+    notes = [each for each in (QUERY_JOINED, FIRST_MESSAGE) if each in said(found)]
+    assert notes == ([note] if note else [])
+    assert note not in said(convert(FACTORY, stage="sft")) or not note
+
+
+def test_conversations_in_openais_form_are_read_and_their_system_message_is_said(
+    tmp_path: Path, convert: Convert
+) -> None:
+    """Source: OpenAIDatasetConverter."""
+    (tmp_path / "data").mkdir()
+    entry = {"hf_hub_url": "a/rows", "formatting": "openai", "columns": {"messages": "turns"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"rows": entry}))
+    found = convert(FACTORY)
+    assert found.recipe["datasets"][0]["messages_column"] == "turns"
+    assert THOUGHTS_SWITCHED in said(found)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"roles_to_train": []}, True),
+        ({"roles_to_train": None}, False),
+        ({"roles_to_train": ["assistant"]}, False),
+        ({"field_tools": "tools"}, False),
+        ({"field_tools": "functions"}, True),
+    ],
+)
+def test_an_empty_list_of_roles_trains_none_in_axolotl(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: ChatTemplateStrategy, which trains the turns of roles_to_train, and by default the assistant's."""
+    entry = {"path": "a/rows", "type": "chat_template", **keys}
+    found = convert(AXOLOTL | {"datasets": [entry]})
+    assert (f"datasets[0].{next(iter(keys))}: " in said(found)) is is_said
+
+
+def test_jinja_as_a_template_of_axolotl_says_that_the_other_key_has_it(convert: Convert) -> None:
+    found = convert(AXOLOTL, chat_template="jinja", chat_template_jinja="{{ messages }}")
+    assert found.recipe["chat_template"] == "{{ messages }}" and "jinja" not in said(found)
