@@ -33,6 +33,9 @@ EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second i
 # peft's defaults, by get_lora_ga_model of the package lora_ga: prepare_adapter of ms-swift's
 # pipelines/train/tuner.py hands it no key of the adapters
 ADAPTERS_OF_LORA_GA = {"lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+# Axolotl's keys for how often a run saves, and evaluates
+SAVES = ("save_steps", "saves_per_epoch")
+EVALUATIONS = ("eval_steps", "evals_per_epoch")
 # Axolotl's trainer takes rex for a cosine until it makes the schedule
 COSINE_SCHEDULES = ("cosine", "rex")
 
@@ -300,6 +303,12 @@ def _replace_defaults_of_axolotl(file: dict[str, Any]) -> None:
         # model_dump(exclude_none=True) drops null, and Trainer clips by its default. Here null
         # would switch clipping off.
         del file["max_grad_norm"]
+    # _configure_save_and_eval_strategy of core/builders/base.py, and Trainer's own steps; Axolotl
+    # logs every 10 steps of a run of 2000 or more
+    if file.get("save_strategy") == "steps" and not any(map(file.get, SAVES)):
+        file["save_steps"] = 500
+    if file.get("eval_strategy") == "steps" and not any(map(file.get, EVALUATIONS)):
+        file["eval_steps"] = file.get("logging_steps") or 10
     if file.get("chat_template") == "jinja" and file.get("chat_template_jinja"):
         del file["chat_template"]  # it says that the other key has the template
     for key in ("kto_desirable_weight", "kto_undesirable_weight"):

@@ -254,8 +254,10 @@ def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
         implies_fp16 = dtype in ("float16", "float32") and not asks_bf16
         asks_fp16 = asks_fp16 or (implies_fp16 and settings.get("fp16") is not False)
         asks_bf16 = asks_bf16 or dtype == "bfloat16"
-    # bf16 is true by default in TRL, and "auto" in Axolotl
-    is_default = tool in ("TRL", "Axolotl") and "bf16" not in settings and not asks_fp16
+    if tool == "Axolotl" and settings.get("bf16", "auto") == "auto":
+        # resolve_dtype of its utils/config, which looks at fp16 and not at float16
+        return "fp16" if settings.get("fp16") is True else "bf16"
+    is_default = tool == "TRL" and settings.get("bf16") is None and not asks_fp16
     if asks_bf16 or is_default:
         return "bf16"
     return "fp16" if asks_fp16 else "no"

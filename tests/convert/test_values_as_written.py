@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.convert.asked_layout import read_layout
 from finetune.convert.conversion import TRAINED_AS_FILED, convert_file
 from finetune.convert.datasets import FIRST_MESSAGE, QUERY_JOINED, THOUGHTS_SWITCHED
 from finetune.convert.factory import ONE_LESS
@@ -298,3 +299,32 @@ def test_an_empty_list_of_roles_trains_none_in_axolotl(
 def test_jinja_as_a_template_of_axolotl_says_that_the_other_key_has_it(convert: Convert) -> None:
     found = convert(AXOLOTL, chat_template="jinja", chat_template_jinja="{{ messages }}")
     assert found.recipe["chat_template"] == "{{ messages }}" and "jinja" not in said(found)
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "precision"),
+    [
+        (AXOLOTL, {"bf16": "auto", "fp16": True}, "fp16"),
+        (AXOLOTL, {"fp16": True}, "fp16"),
+        (AXOLOTL, {"float16": True}, "bf16"),
+        (AXOLOTL, {"bf16": None}, "no"),
+        (AXOLOTL, {"bf16": True, "fp16": True}, "bf16"),
+        (TRL, {"bf16": None}, "bf16"),
+        (TRL, {"bf16": None, "fp16": True}, "fp16"),
+        (TRL, {"bf16": False}, "no"),
+    ],
+)
+def test_the_precision_that_a_file_leaves_open(
+    file: dict[str, Any], keys: dict[str, Any], precision: str
+) -> None:
+    """Source: resolve_dtype of Axolotl 0.19 and 0.21, as run on these keys; __post_init__ of TRL's _BaseConfig."""
+    tool = "TRL" if file is TRL else "Axolotl"
+    assert read_layout(tool, file | keys, "").precision == precision
+
+
+def test_steps_without_their_number_are_trainers_in_axolotl(convert: Convert) -> None:
+    keys = {"save_strategy": "steps", "eval_strategy": "steps", "val_set_size": 0.1}
+    recipe = convert(AXOLOTL, **keys).recipe
+    assert (recipe["save_steps"], recipe["eval_steps"]) == (500, 10)
+    assert convert(AXOLOTL, logging_steps=3, **keys).recipe["eval_steps"] == 3
+    assert convert(AXOLOTL, save_steps=7, **keys).recipe["save_steps"] == 7
