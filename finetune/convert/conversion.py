@@ -274,6 +274,12 @@ RATES = ("learning_rate", "lr")  # converted first: min_lr becomes a share of th
 # all layers as targets, a feature or an optimizer that is switched on.
 DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
 NOTHING: tuple[Any, ...] = (False, [], {}, "no", "none", 0)  # values that ask for nothing
+# keys whose value of 1 asks for nothing; objectives.py reports cpo_alpha
+OFF_AT_1 = (
+    *("cosine_constant_lr_ratio", "embedding_lr_scale", "loraplus_lr_ratio", "lorap_lr_ratio"),
+    *("ld_alpha", "dpo_ld_alpha", "cpo_alpha", "min_sample_len", "dataset_shard_num"),
+    *("top_p", "repetition_penalty", "top_entropy_quantile", "num_generations_eval"),
+)
 # kind of conversion (`carry`) -> the missing capability of a value that has no equivalent here
 MISSING_CAPABILITIES: Mapping[str, str] = {
     "schedule": "schedule {}",
@@ -488,8 +494,8 @@ def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Convers
     """
     if value in NOTHING and not pair.usual:
         return
-    if value == 1 and not isinstance(value, bool) and not pair.usual:
-        conversion.ignored.append(key)  # a size of 1 asks for nothing
+    if value == 1 and not isinstance(value, bool) and key in OFF_AT_1:
+        conversion.ignored.append(key)
     else:
         conversion.add_difference(key, value, pair.note, pair.missing_capability)
 

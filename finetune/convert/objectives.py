@@ -651,7 +651,7 @@ def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
     """Sets the loss of a token, DFT or EAFT, by the tool's switch or TRL's loss_type."""
     switches = LABEL_LOSSES.get(conversion.tool, ())
     name = next((key for key in switches if settings.get(key)), "")
-    if not name and settings.get("loss_type") == "dft":
+    if not name and conversion.tool == "TRL" and settings.get("loss_type") == "dft":
         name = "dft"
     if name:  # use_dft_loss -> dft
         conversion.recipe["token_loss"] = re.sub("^(use|enable)_", "", name).removesuffix("_loss")

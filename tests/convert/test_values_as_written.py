@@ -328,3 +328,20 @@ def test_steps_without_their_number_are_trainers_in_axolotl(convert: Convert) ->
     assert (recipe["save_steps"], recipe["eval_steps"]) == (500, 10)
     assert convert(AXOLOTL, logging_steps=3, **keys).recipe["eval_steps"] == 3
     assert convert(AXOLOTL, save_steps=7, **keys).recipe["save_steps"] == 7
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "is_said"),
+    [
+        (FACTORY | {"stage": "dpo"}, {"pref_bco_weight": 1.0}, True),
+        (FACTORY | {"stage": "dpo"}, {"ld_alpha": 1.0}, False),
+        (AXOLOTL, {"lisa_n_layers": 1}, True),
+        (AXOLOTL, {"loraplus_lr_ratio": 1}, False),
+        (TRL | {"reward_funcs": ["think_format_reward"]}, {"entropy_coef": 1.0}, True),
+        (TRL | {"reward_funcs": ["think_format_reward"]}, {"top_p": 1}, False),
+    ],
+)
+def test_a_value_of_1_asks_for_nothing_under_some_keys_alone(
+    file: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    assert (f"{next(iter(keys))}: 1" in said(convert(file, **keys))) is is_said
