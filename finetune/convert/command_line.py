@@ -242,11 +242,20 @@ def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _read_value(text: str) -> Any:
-    """Reads an option's value as YAML; text that is no YAML stays text."""
+    """Reads an option's value as YAML; text that is no YAML stays text.
+
+    A mapping may be without spaces, as OmegaConf reads it.
+
+    >>> _read_value("{min_lr:1e-6,power:2}")
+    {'min_lr': '1e-6', 'power': 2}
+    """
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        if isinstance(value, dict) and any(":" in str(key) for key in value):
+            value = yaml.safe_load(re.sub(r"(\w):", r"\1: ", text))
     except yaml.YAMLError:
         return text
+    return value
 
 
 def _read_config_file(name: str, source: Path) -> dict[str, Any]:

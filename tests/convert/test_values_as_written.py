@@ -10,7 +10,7 @@ import yaml
 from finetune.convert.asked_layout import read_layout
 from finetune.convert.conversion import TRAINED_AS_FILED, convert_file
 from finetune.convert.datasets import FIRST_MESSAGE, QUERY_JOINED, THOUGHTS_SWITCHED
-from finetune.convert.factory import ONE_LESS
+from finetune.convert.factory import ONE_LESS, UNTRAINED_THOUGHT
 from finetune.convert.objectives import ANSWER_CUT_ALONE, PAIRS_SMOOTHED
 from finetune.convert.recognize import Refusal
 from finetune.errors import UserError
@@ -345,3 +345,18 @@ def test_a_value_of_1_asks_for_nothing_under_some_keys_alone(
     file: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
 ) -> None:
     assert (f"{next(iter(keys))}: 1" in said(convert(file, **keys))) is is_said
+
+
+def test_thinking_that_is_null_trains_no_empty_thought_in_llama_factory(convert: Convert) -> None:
+    """Source: `if not self.enable_thinking` of ReasoningTemplate, whose value is the file's."""
+    thinking = FACTORY | {"template": "qwen3"}
+    assert UNTRAINED_THOUGHT in said(convert(thinking, enable_thinking=None))
+    for keys in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        assert UNTRAINED_THOUGHT not in said(convert(thinking, **keys))
+
+
+def test_a_mapping_of_omegaconf_needs_no_spaces(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(FACTORY | {"learning_rate": 1e-5}))
+    keys = "lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs={min_lr:1e-6}"
+    found = convert_file(Path(f"llamafactory-cli train {tmp_path}/theirs.yaml {keys}"))
+    assert found.recipe["min_lr_ratio"] == 0.1
