@@ -43,6 +43,9 @@ SHELL_SYNTAX = re.compile(
 LAUNCH_FILE = re.compile(r"accelerate launch .*--config_file[ =](\S+)")
 CONFIG_ENDINGS = (".yaml", ".yml", ".json")
 COMMAND = "command"  # the settings' key for the subcommand, such as dpo in `trl dpo`
+OTHERS = "other_commands"  # the settings' key for a script's commands that train after the first
+# subcommands that train
+TRAINING = ("sft", "pt", "rlhf", "train", "dpo", "kto", "orpo", "grpo", "cpo", "reward", "rloo")
 
 
 def is_command(source: Path) -> bool:
@@ -68,7 +71,8 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
     else:
         text = str(source)
     variables: dict[str, str] = {}
-    for words in _list_commands(text, variables, source):
+    commands = _list_commands(text, variables, source)
+    for words in commands:
         program = _find_program(words)
         if program is None:
             variables |= _read_assignments(words, variables)
@@ -90,11 +94,30 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
         launch_file = LAUNCH_FILE.search(" ".join(words))
         if tool == "TRL" and launch_file:
             settings.setdefault("accelerate_config", _replace_variables(launch_file[1], variables))
+        others = _list_other_runs(commands)
+        if others:
+            settings[OTHERS] = others
         return tool, settings, text
     raise UserError(
         f"{source}: no command of {', '.join(PROGRAMS)} is in it; name a script with one, or write "
         "it as one argument"
     )
+
+
+def _list_other_runs(commands: Iterator[list[str]]) -> list[str]:
+    """Lists the programs and subcommands of the commands that train, such as `ms-swift sft`.
+
+    A line that cannot be read ends the list: nothing is converted after it.
+    """
+    found: list[str] = []
+    try:
+        for words in commands:
+            program = _find_program(words)
+            if program is not None and program[1] in TRAINING:
+                found.append(f"{program[0]} {program[1]}")
+    except UserError:
+        pass
+    return found
 
 
 def _calculate(match: re.Match[str], variables: Mapping[str, str]) -> str:

@@ -78,7 +78,7 @@ UNTRAINED_THOUGHT = (
     "under false, and thoughts stay; here as under true"
 )
 # __post_init__ of DataArguments in hparams/data_args.py
-ONE_LESS = "packed rows, and each document in them, have one token less there, and here"
+ONE_LESS = "packing takes one token off it there, as here"
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"

@@ -360,3 +360,12 @@ def test_a_mapping_of_omegaconf_needs_no_spaces(tmp_path: Path) -> None:
     keys = "lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs={min_lr:1e-6}"
     found = convert_file(Path(f"llamafactory-cli train {tmp_path}/theirs.yaml {keys}"))
     assert found.recipe["min_lr_ratio"] == 0.1
+
+
+def test_a_script_that_trains_again_says_what_is_not_converted(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    command = "swift sft --model org/model --dataset rows.jsonl\n"
+    script.write_text(f"{command}swift infer --adapters out\n")
+    assert "other_commands" not in said(convert_file(script))
+    script.write_text(f"{command}{command}swift rlhf --rlhf_type dpo --model out\n")
+    assert 'other_commands: ["ms-swift sft", "ms-swift rlhf"]' in said(convert_file(script))
