@@ -137,7 +137,7 @@ UNREAD_RULES = (
         ("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing"),
         lambda file: file.get("rl") != "dpo",
     ),
-    # the default
+    # the default of DataArguments in hparams/data_args.py
     UnreadRule(
         ("LLaMA-Factory",), ("mix_strategy",), lambda file: file.get("mix_strategy") == "concat"
     ),
