@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.optimization import OPTIMIZERS
+from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.factory import is_of_bridge, is_of_mcore
 from finetune.convert.value_conversion import read_section
@@ -32,6 +33,9 @@ EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second i
 # peft's defaults, by get_lora_ga_model of the package lora_ga: prepare_adapter of ms-swift's
 # pipelines/train/tuner.py hands it no key of the adapters
 ADAPTERS_OF_LORA_GA = {"lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.0}
+# Axolotl's keys for how often a run saves, and evaluates
+SAVES = ("save_steps", "saves_per_epoch")
+EVALUATIONS = ("eval_steps", "evals_per_epoch")
 # Axolotl's trainer takes rex for a cosine until it makes the schedule
 COSINE_SCHEDULES = ("cosine", "rex")
 
@@ -127,6 +131,16 @@ UNREAD_RULES = (
         ),
         starts_by_lora_ga,
     ),
+    # set_training_args_kwargs of core/trainers/dpo
+    UnreadRule(
+        ("Axolotl",),
+        ("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing"),
+        lambda file: file.get("rl") != "dpo",
+    ),
+    # the default of DataArguments in hparams/data_args.py
+    UnreadRule(
+        ("LLaMA-Factory",), ("mix_strategy",), lambda file: file.get("mix_strategy") == "concat"
+    ),
     # peft's own start: __post_init__ of arguments/tuner_args.py
     UnreadRule(
         ("ms-swift",), ("init_weights",), lambda file: str(file.get("init_weights")) in TRUE_WORDS
@@ -201,10 +215,11 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     >>> read_as_tool("TRL", {"warmup_steps": 0, "warmup_ratio": 0.1})
     ({'warmup_ratio': 0.1}, ['warmup_steps'])
     """
-    file = deepcopy(dict(settings))
+    file = {key: _read_word(tool, key, value) for key, value in deepcopy(dict(settings)).items()}
     if tool == "Automodel":
-        file = _replace_null_words(file)
         _rename_dtype(file)
+    if tool == "TRL":
+        _read_launch_file(file)
     unread = [
         key
         for rule in UNREAD_RULES
@@ -223,17 +238,43 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     return file, unread
 
 
-# translate_value of Automodel's components/config/loader.py reads these texts as null
-WORDS_FOR_NULL = ("none", "None")
+# Tool -> texts, in lower case, that it reads as other values: translate_value of Automodel's
+# components/config/loader.py; HfArgumentParser of TRL's scripts/_hf_argparser.py, which reads a
+# file's texts as it does those of a command; transformers' own, by which ms-swift reads both; and
+# pydantic.
+TRUTH_WORDS: Mapping[str, Any] = {"true": True, "false": False}
+NULL_WORDS: Mapping[str, Any] = {"none": None}
+WORDS: Mapping[Tool, Mapping[str, Any]] = {
+    "TRL": {**TRUTH_WORDS, **NULL_WORDS, "null": None},
+    "Automodel": {**TRUTH_WORDS, **NULL_WORDS},
+    "ms-swift": TRUTH_WORDS,
+    "Axolotl": TRUTH_WORDS,
+}
+AS_TEXT = ("report_to", "eos_token", "pad_token")  # keys whose values TRL leaves as they are
 
 
-def _replace_null_words(value: Any) -> Any:
-    """Replaces Automodel's words for null by None, in nested mappings and lists too."""
-    if isinstance(value, dict):
-        return {key: _replace_null_words(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_replace_null_words(inner) for inner in value]
-    return None if isinstance(value, str) and value in WORDS_FOR_NULL else value
+def _read_word(tool: Tool, key: str, value: Any) -> Any:
+    """Returns the value that the tool reads for a word; in nested mappings and lists too where the
+    tool is Automodel.
+    """
+    if isinstance(value, str) and key not in AS_TEXT:
+        return WORDS.get(tool, {}).get(value.lower(), value)
+    if isinstance(value, dict) and tool == "Automodel":
+        return {name: _read_word(tool, name, inner) for name, inner in value.items()}
+    if isinstance(value, list) and tool == "Automodel":
+        return [_read_word(tool, key, inner) for inner in value]
+    return value
+
+
+def _read_launch_file(file: dict[str, Any]) -> None:
+    """Writes the Accelerate file that TRL's command launches with as `deepspeed` or `fsdp`, in
+    place: the name of one of TRL's own, such as zero3, or a path.
+    """
+    name = str(file.get("accelerate_config"))
+    if find_zero_stage(name) is not None:
+        file.setdefault("deepspeed", name)
+    elif "fsdp" in name:
+        file.setdefault("fsdp", name)
 
 
 def _rename_dtype(file: Mapping[str, Any]) -> None:
@@ -262,6 +303,14 @@ def _replace_defaults_of_axolotl(file: dict[str, Any]) -> None:
         # model_dump(exclude_none=True) drops null, and Trainer clips by its default. Here null
         # would switch clipping off.
         del file["max_grad_norm"]
+    # _configure_save_and_eval_strategy of core/builders/base.py, and Trainer's own steps; Axolotl
+    # logs every 10 steps of a run of 2000 or more
+    if file.get("save_strategy") == "steps" and not any(map(file.get, SAVES)):
+        file["save_steps"] = 500
+    if file.get("eval_strategy") == "steps" and not any(map(file.get, EVALUATIONS)):
+        file["eval_steps"] = file.get("logging_steps") or 10
+    if file.get("chat_template") == "jinja" and file.get("chat_template_jinja"):
+        del file["chat_template"]  # it says that the other key has the template
     for key in ("kto_desirable_weight", "kto_undesirable_weight"):
         if file.get(key) == 0:
             file[key] = 1.0  # core/builders/rl.py reads the weight `or 1.0`

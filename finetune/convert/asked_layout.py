@@ -20,6 +20,7 @@ AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
 # an FSDP file of Accelerate in the launch command of a LLaMA-Factory or ms-swift file
 LAUNCHED_FSDP = re.compile(r"--config_file[ =](\S*fsdp\S*)")
 LAUNCH_FILE = re.compile(r"accelerate launch .*--config_file")
+UNSHARDED = re.compile("(multi|single)_gpu|ddp")  # Accelerate files that shard nothing, by name
 # in lower case: the key in the text of DeepSpeed's settings, or the file's name, as in ds_z3.json
 ZERO_STAGE = re.compile(r"'stage': (\d)|^[^{]*(?:z|zero|stage)[-_]?(\d)")
 # the name of the recipe, in the comments of a torchtune file
@@ -253,8 +254,10 @@ def _find_precision(tool: Tool, settings: ToolFile) -> Precision:
         implies_fp16 = dtype in ("float16", "float32") and not asks_bf16
         asks_fp16 = asks_fp16 or (implies_fp16 and settings.get("fp16") is not False)
         asks_bf16 = asks_bf16 or dtype == "bfloat16"
-    # bf16 is true by default in TRL, and "auto" in Axolotl
-    is_default = tool in ("TRL", "Axolotl") and "bf16" not in settings and not asks_fp16
+    if tool == "Axolotl" and settings.get("bf16", "auto") == "auto":
+        # resolve_dtype of its utils/config, which looks at fp16 and not at float16
+        return "fp16" if settings.get("fp16") is True else "bf16"
+    is_default = tool == "TRL" and settings.get("bf16") is None and not asks_fp16
     if asks_bf16 or is_default:
         return "bf16"
     return "fp16" if asks_fp16 else "no"
@@ -268,8 +271,10 @@ def _find_sharding(tool: Tool, settings: ToolFile) -> AskedSharding:
     else:
         sharding = _read_fsdp(settings)
     asks_fsdp2 = "fsdp_version" in settings or _read_size(settings.get("dp_shard_size")) > 1
-    # TRL leaves the sharding to the Accelerate file of the launch: fully sharded is assumed
-    if sharding == "none" and (asks_fsdp2 or tool == "TRL"):
+    # TRL leaves the sharding to the Accelerate file of the launch: without its name, fully sharded
+    # is assumed
+    is_assumed = tool == "TRL" and not UNSHARDED.search(str(settings.get("accelerate_config")))
+    if sharding == "none" and (asks_fsdp2 or is_assumed):
         sharding = "full"
     if _read_size(settings.get("dp_replicate_size")) > 1 and sharding != "none":
         sharding = "hybrid"

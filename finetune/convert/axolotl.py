@@ -17,7 +17,7 @@ from finetune.convert.asked_layout import count_sharing_ranks, is_first_fsdp
 from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
-from finetune.convert.foreign_values import convert_number
+from finetune.convert.foreign_values import convert_number, read_number
 from finetune.convert.hints import find_texts
 from finetune.convert.model_names import (
     guess_family,
@@ -56,7 +56,7 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     """Sets and reports what several keys of an Axolotl file ask for together."""
     recipe = conversion.recipe
     _set_axolotl_targets(settings, recipe)
-    _set_accumulation(settings, recipe)
+    _set_accumulation(settings, conversion)
     _adapt_axolotl_saves(settings, conversion)
     if settings.get("pretraining_dataset"):
         recipe["streaming"] = True
@@ -120,13 +120,33 @@ def _set_trained_tokens(settings: ToolFile, conversion: Conversion) -> None:
         report_turn_ends(settings, conversion)
 
 
-def _set_accumulation(settings: ToolFile, recipe: dict[str, Any]) -> None:
-    """Sets gradient_accumulation_steps by `batch_size`, the rows of a step on one process."""
-    batch_size = settings.get("batch_size")
-    micro_batch_size = settings.get("micro_batch_size") or 1
-    is_set = "gradient_accumulation_steps" in settings
-    if isinstance(batch_size, int) and isinstance(micro_batch_size, int) and not is_set:
-        recipe["gradient_accumulation_steps"] = max(1, batch_size // micro_batch_size)
+# HyperparametersConfig of utils/schemas/training.py makes accumulation 1 where a file lacks the
+# key, and normalize_config of utils/config divides where it is null. calculate_total_num_steps of
+# utils/trainer.py counts a run's steps by batch_size.
+STEPS_OF_BATCHES = (
+    "without gradient_accumulation_steps a step has micro_batch_size rows there, and the run as "
+    "many steps as if it had batch_size: num_train_epochs is the part of the epochs that it gets to"
+)
+
+
+def _set_accumulation(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets what `batch_size`, the rows of a step on one process, does there.
+
+    It sets the accumulation if the file has null for that, and else how many steps the run has.
+    """
+    recipe = conversion.recipe
+    rows = settings.get("batch_size")
+    micro_batch = settings.get("micro_batch_size") or 1
+    if not isinstance(rows, int) or not isinstance(micro_batch, int) or rows < 1:
+        return
+    if "gradient_accumulation_steps" not in settings:
+        recipe["gradient_accumulation_steps"] = 1
+        epochs = read_number("num_epochs", settings.get("num_epochs") or 1, "1", least=0)
+        if rows != micro_batch and "max_steps" not in recipe:
+            recipe["num_train_epochs"] = round(epochs * micro_batch / rows, 6)
+            conversion.add_remark("batch_size", rows, STEPS_OF_BATCHES)
+    elif settings["gradient_accumulation_steps"] is None:
+        recipe["gradient_accumulation_steps"] = max(1, rows // micro_batch)
 
 
 # _build_adapters of loaders/model.py, which under these methods only makes the adapter's config

@@ -40,8 +40,12 @@ SHELL_SYNTAX = re.compile(
     r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*|(?<!\S)[12&]?>>?(?:&\d|\s*\S+)|"""
     r"""((?<!\S)(?:&&?|\|\|?)(?!\S)|;(?!\S))"""
 )
+LAUNCH_FILE = re.compile(r"accelerate launch .*--config_file[ =](\S+)")
 CONFIG_ENDINGS = (".yaml", ".yml", ".json")
 COMMAND = "command"  # the settings' key for the subcommand, such as dpo in `trl dpo`
+OTHERS = "other_commands"  # the settings' key for a script's commands that train after the first
+# subcommands that train
+TRAINING = ("sft", "pt", "rlhf", "train", "dpo", "kto", "orpo", "grpo", "cpo", "reward", "rloo")
 
 
 def is_command(source: Path) -> bool:
@@ -67,12 +71,15 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
     else:
         text = str(source)
     variables: dict[str, str] = {}
-    for words in _list_commands(text, variables, source):
+    commands = _list_commands(text, variables, source)
+    for words in commands:
         program = _find_program(words)
         if program is None:
             variables |= _read_assignments(words, variables)
             continue
         tool, command, arguments = program
+        if tool == "Axolotl" and command != "train":
+            continue  # such as preprocess, before the command that trains
         options = dict(_read_options([_fill_in(word, variables, source) for word in arguments]))
         config_files = [
             options.pop("config", None),
@@ -84,11 +91,33 @@ def read_command(source: Path) -> tuple[Tool, dict[str, Any], str]:
         settings |= options
         if tool in ("TRL", "ms-swift"):
             settings[COMMAND] = command
+        launch_file = LAUNCH_FILE.search(" ".join(words))
+        if tool == "TRL" and launch_file:
+            settings.setdefault("accelerate_config", _replace_variables(launch_file[1], variables))
+        others = _list_other_runs(commands)
+        if others:
+            settings[OTHERS] = others
         return tool, settings, text
     raise UserError(
         f"{source}: no command of {', '.join(PROGRAMS)} is in it; name a script with one, or write "
         "it as one argument"
     )
+
+
+def _list_other_runs(commands: Iterator[list[str]]) -> list[str]:
+    """Lists the programs and subcommands of the commands that train, such as `ms-swift sft`.
+
+    A line that cannot be read ends the list: nothing is converted after it.
+    """
+    found: list[str] = []
+    try:
+        for words in commands:
+            program = _find_program(words)
+            if program is not None and program[1] in TRAINING:
+                found.append(f"{program[0]} {program[1]}")
+    except UserError:
+        pass
+    return found
 
 
 def _calculate(match: re.Match[str], variables: Mapping[str, str]) -> str:
@@ -236,11 +265,20 @@ def _read_options(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
 
 
 def _read_value(text: str) -> Any:
-    """Reads an option's value as YAML; text that is no YAML stays text."""
+    """Reads an option's value as YAML; text that is no YAML stays text.
+
+    A mapping may be without spaces, as OmegaConf reads it.
+
+    >>> _read_value("{min_lr:1e-6,power:2}")
+    {'min_lr': '1e-6', 'power': 2}
+    """
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
+        if isinstance(value, dict) and any(":" in str(key) for key in value):
+            value = yaml.safe_load(re.sub(r"(\w):", r"\1: ", text))
     except yaml.YAMLError:
         return text
+    return value
 
 
 def _read_config_file(name: str, source: Path) -> dict[str, Any]:

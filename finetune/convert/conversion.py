@@ -232,6 +232,10 @@ OPTIMIZERS_COPY = (
 # These layers pass the filters of torchtune and Automodel. Here Accelerate's
 # filter_first_and_last_linear_layers excludes them.
 ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
+TRAINED_AS_FILED = (
+    "without FSDP and DeepSpeed the weights are trained in the dtype of the model's files there, "
+    "as a rule bfloat16; in float32 here"
+)
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
     "gradients: added over the ranks in 16 bits there under FSDP and DeepSpeed, under DeepSpeed "
@@ -270,6 +274,12 @@ RATES = ("learning_rate", "lr")  # converted first: min_lr becomes a share of th
 # all layers as targets, a feature or an optimizer that is switched on.
 DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
 NOTHING: tuple[Any, ...] = (False, [], {}, "no", "none", 0)  # values that ask for nothing
+# keys whose value of 1 asks for nothing; objectives.py reports cpo_alpha
+OFF_AT_1 = (
+    *("cosine_constant_lr_ratio", "embedding_lr_scale", "loraplus_lr_ratio", "lorap_lr_ratio"),
+    *("ld_alpha", "dpo_ld_alpha", "cpo_alpha", "min_sample_len", "dataset_shard_num"),
+    *("top_p", "repetition_penalty", "top_entropy_quantile", "num_generations_eval"),
+)
 # kind of conversion (`carry`) -> the missing capability of a value that has no equivalent here
 MISSING_CAPABILITIES: Mapping[str, str] = {
     "schedule": "schedule {}",
@@ -484,8 +494,8 @@ def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Convers
     """
     if value in NOTHING and not pair.usual:
         return
-    if value == 1 and not isinstance(value, bool) and not pair.usual:
-        conversion.ignored.append(key)  # a size of 1 asks for nothing
+    if value == 1 and not isinstance(value, bool) and key in OFF_AT_1:
+        conversion.ignored.append(key)
     else:
         conversion.add_difference(key, value, pair.note, pair.missing_capability)
 
@@ -596,6 +606,8 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         or (conversion.is_factory_v1 and not settings.get("deepspeed"))
     )
     _set_dtype(layout, conversion)
+    if conversion.tool == "TRL":
+        _report_filed_dtype(settings, layout, conversion)
     is_reduced = is_sharded or layout.by_deepspeed
     if is_reduced and layout.precision != "no" and not reduces_in_fp32:
         conversion.remarks.append(_describe_reduction(conversion))
@@ -605,6 +617,14 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         _report_fp8_layers(settings, layout, conversion)
     name_saved_dtype(settings, layout, conversion)
     _fit_memory_savings(layout, conversion)
+
+
+def _report_filed_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
+    """Reports that TRL trains weights in the dtype of their files where nothing copies them."""
+    is_plain = layout.sharding == "none" and not layout.by_deepspeed
+    asked_dtype = settings.get("dtype", settings.get("torch_dtype"))
+    if is_plain and asked_dtype == "auto" and not conversion.recipe.get("use_peft"):
+        conversion.add_difference("dtype", "auto", TRAINED_AS_FILED)
 
 
 def _report_fp8_layers(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:

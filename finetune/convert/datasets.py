@@ -1042,7 +1042,16 @@ class _FactoryData:
         """Converts an entry of dataset_info.json; one with images makes a run with images."""
         conversion = self.conversion
         method = conversion.recipe.get("method", "sft")
-        sources = _read_factory_entry(entry, self.info_path.parent, method)
+        form = str(entry.unread.get("formatting", "alpaca"))
+        if form == "openai":
+            conversion.add_difference(f"{entry.where}.formatting", form, THOUGHTS_SWITCHED)
+        stage = self.settings.get("stage")
+        if stage == "pt" and form != "alpaca":
+            conversion.add_difference(f"{entry.where}.formatting", form, FIRST_MESSAGE)
+        elif stage == "pt" and (query := _find_query(entry)):
+            conversion.add_difference(f"{entry.where}.columns.query", query, QUERY_JOINED)
+        trains_texts = stage == "pt" and form == "alpaca"
+        sources = _read_factory_entry(entry, self.info_path.parent, method, trains_texts)
         count = sources[0].get("max_samples") if sources else None
         if count:
             conversion.add_remark(f"{entry.where}.num_samples", count, REPEATED)
@@ -1074,11 +1083,37 @@ def _read_factory(
     return data.read("dataset"), data.read("eval_dataset")
 
 
-def _read_factory_entry(entry: DataSetEntry, folder: Path, method: str) -> Sources:
-    """Converts an entry of the dataset_info.json in `folder`, for rows of the recipe's `method`."""
+# PretrainDatasetProcessor of LLaMA-Factory trains the first message of a row's prompt
+FIRST_MESSAGE = "stage pt trains the first message of a conversation alone there, all of it here"
+QUERY_JOINED = (
+    "stage pt trains the prompt, and this column on a line of its own, there; not it here"
+)
+# OpenAIDatasetConverter of LLaMA-Factory's data/converter.py
+THOUGHTS_SWITCHED = (
+    "a system message that speaks of no detailed thinking gets the words detailed thinking off "
+    "there, and a row without one these alone; here as it is"
+)
+
+
+def _find_query(entry: DataSetEntry) -> Any:
+    """Returns the column that LLaMA-Factory joins to the prompt; None if there is none.
+
+    If an entry names columns, those that it does not name are not read.
+    """
+    columns = entry.unread.get("columns", {"query": "input"})
+    return columns.get("query") if isinstance(columns, dict) else None
+
+
+def _read_factory_entry(
+    entry: DataSetEntry, folder: Path, method: str, trains_texts: bool
+) -> Sources:
+    """Converts an entry of the dataset_info.json in `folder`, for rows of the recipe's `method`.
+
+    `trains_texts`: the prompts of the rows are trained as plain texts.
+    """
     entry.flatten("columns", "tags")
-    is_chat = entry.unread.get("formatting") == "sharegpt"
-    if entry.unread.get("formatting") in ("alpaca", "sharegpt"):
+    is_chat = entry.unread.get("formatting") in ("sharegpt", "openai")
+    if entry.unread.get("formatting") in ("alpaca", "sharegpt", "openai"):
         entry.take("formatting")
     file = entry.take("file_name")
     hub_name = entry.take("hf_hub_url")
@@ -1087,6 +1122,10 @@ def _read_factory_entry(entry: DataSetEntry, folder: Path, method: str) -> Sourc
         keys |= _take_factory_columns(entry, is_chat, method)
     elif is_chat:
         keys |= _take_chat_columns(entry)
+    elif trains_texts:
+        for unread in ("response", "query", "history", "system"):
+            entry.take(f"columns.{unread}")
+        keys |= {"type": "text", "text_column": entry.take("columns.prompt") or "instruction"}
     else:
         keys |= _take_alpaca_columns(entry)
     keys["max_samples"] = entry.take("num_samples")

@@ -190,7 +190,9 @@ def _fit_adapters(conversion: Conversion, defaults: dict[str, Any]) -> None:
     if recipe.get("use_peft", defaults.get("use_peft")):
         defaults.update(LORA_DEFAULTS[tool])
         family = guess_family(str(recipe.get("model_name_or_path")))
-        if tool == "TRL" and family in PEFTS_TARGETS:
+        if tool == "TRL" and recipe.get("lora_target_parameters"):
+            defaults["lora_target_modules"] = []  # peft then adapts no layer by itself
+        elif tool == "TRL" and family in PEFTS_TARGETS:
             defaults["lora_target_modules"] = PEFTS_TARGETS[family]
     if read_recipe_quantization(recipe).bits == 4:
         defaults.update(FOUR_BIT_DEFAULTS[tool])

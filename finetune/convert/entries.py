@@ -30,6 +30,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "tags.function_tag": ("function_call",),
     "tags.system_tag": ("system",),
     "columns.tools": ("tools",),
+    "field_tools": ("tools",),
     "columns.images": ("images", "image"),
     "conversation_style": ("sharegpt", "openai"),
     "answer_only_loss_mask": (True,),
@@ -50,6 +51,7 @@ NO_EFFECT = (
     "packed",
     "ds_type",
 )
+ASKING_WHEN_EMPTY = ("roles_to_train",)  # an empty list trains no role
 # values of path that name no data set: data_files then lists the files
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")
 
@@ -106,7 +108,10 @@ class DataSetEntry:
             note = next((notes[name] for name in names if name in notes), None)
             # false asks for nothing under a known key, unless true is what is done here
             is_off = value is False and note is not None and True not in USUAL.get(key, ())
-            asks_for_nothing = value in (None, "", [], {}) or is_off
+            is_empty = value in (None, "", [], {}) and (
+                value is None or key not in ASKING_WHEN_EMPTY
+            )
+            asks_for_nothing = is_empty or is_off
             if section not in NO_EFFECT and not asks_for_nothing and not _is_usual(key, value):
                 lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
         return lines

@@ -72,6 +72,13 @@ WINDOWED = (
 # (value of flash_attn, family) that takes flash attention too, by configure_attn_implementation of
 # model/model_utils/attention.py
 TAKES_FLASH = (("auto", "gemma2"),)
+# encode_multiturn of ReasoningTemplate in data/template.py; true is the default
+UNTRAINED_THOUGHT = (
+    "an empty thought that the template puts before an answer without one is not trained there, as "
+    "under false, and thoughts stay; here as under true"
+)
+# __post_init__ of DataArguments in hparams/data_args.py
+ONE_LESS = "packing takes one token off it there, as here"
 SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
@@ -102,6 +109,12 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
     recipe = conversion.recipe
     stage = settings.get("stage")
     _report_loaded_dtype(settings, conversion)
+    if settings.get("packing") or settings.get("neat_packing"):
+        length = read_number("cutoff_len", settings.get("cutoff_len") or 2048, "2048", 2)
+        recipe["max_length"] = int(length) - 1
+        conversion.add_remark("cutoff_len", length, ONE_LESS)
+    if settings.get("enable_thinking", True) is None and stage != "pt":
+        conversion.add_difference("enable_thinking", None, UNTRAINED_THOUGHT)
     _name_eos(settings, conversion)
     if stage == "pt" and settings.get("template"):
         _drop_turns(conversion)

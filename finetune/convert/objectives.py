@@ -36,6 +36,7 @@ AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "si
 LOSS_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}
 WEIGHT_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_weights", "LLaMA-Factory": ""}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
+OTHER_PAIR_LOSSES = ("sft", "kto", "simpo", "apo_zero_unpaired", "alphapo")
 # keys that TRL's preference trainers have, and its SFT trainer mostly has not
 TRL_SIGNS = (
     "beta",
@@ -50,12 +51,17 @@ TRL_SIGNS = (
     "cpo_alpha",
     "loss_weights",
 )
+# keys of TRL's preference trainers that its GRPO trainer does not have
+PAIR_SIGNS = (
+    *("desirable_weight", "undesirable_weight", "rpo_alpha", "simpo_gamma", "cpo_alpha"),
+    *("loss_weights", "precompute_ref_log_probs", "ref_model"),
+)
 # values of loss_type in TRL's supervised fine-tuning; None: it is not set
 SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
 # trainers of TRL's that the name of a file or folder may say
 TRL_NAMES = ("kto", "orpo", "dpo", "simpo")
-# commands of TRL's that train a reward model
-REWARD_COMMANDS = ("reward", "reward_modeling")
+# TRL's command -> our method, where it has another name; cpo is converted with SimPO's loss alone
+COMMANDED_METHODS = {"reward": "reward", "reward_modeling": "reward", "cpo": "simpo"}
 # tool -> our key -> the default of the tool's preference trainer, where ours differs
 PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"learning_rate": 1e-6},
@@ -78,8 +84,17 @@ ANSWERS_SLICED = (
     "of a row of over {} tokens the prompt stays whole there, and each answer is sliced by "
     "[:max_length - tokens of the longer answer]; before TRL 0.28 {}; here the row loses its end"
 )
-# what keys.csv says of a file with max_prompt_length
+# what keys.csv says of a file with max_prompt_length, and with max_completion_length
 PROMPT_CUT_ALONE = "a longer prompt loses its beginning there"
+ANSWER_CUT_ALONE = "a longer answer loses its end there"
+# __init__ of TRL's ORPO and CPO trainers, and of its KTO trainer before 0.27, where max_length is
+# null
+LENGTH_FOR_NULL = 512
+# cpo_loss of TRL's CPOTrainer
+PAIRS_SMOOTHED = (
+    "a pair counts to this share with its answers exchanged there (label smoothing of SimPO); here "
+    "as it is"
+)
 # default of truncation_mode in TRL's DPO before 0.29, which dropped max_prompt_length
 SIDES_WERE_CUT = (
     "by default a side of over max_length tokens loses its beginning in the versions that know "
@@ -208,6 +223,8 @@ DIVIDED_TWICE = (
     "gradients: on several processes divided by their number too there; AdamW's steps are the "
     "same, clipping is not"
 )
+# names of losses that are the cross entropy, which torchtune and Automodel have several kernels of
+CROSS_ENTROPIES = re.compile(r"(CrossEntropy(Loss)?|cross_entropy|CEWithChunkedOutputLoss)$")
 # torchtune's classes and functions for early exits -> our exit_curriculum and exit_weights
 CURRICULA: Mapping[str, str] = {
     "None": "none",
@@ -325,14 +342,15 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
     """
     command = settings.get(COMMAND)
     if command is not None:
-        return "reward" if command in REWARD_COMMANDS else str(command)
+        return COMMANDED_METHODS.get(str(command), str(command))
     if is_online(settings):
         return "grpo"
     if settings.get("center_rewards_coefficient") is not None:
         return "reward"
-    if "desirable_weight" in settings or "undesirable_weight" in settings:
+    losses = _read_losses("TRL", settings)
+    if "kto" in losses or "desirable_weight" in settings or "undesirable_weight" in settings:
         return "kto"
-    if "simpo" in _read_losses("TRL", settings) or "simpo_gamma" in settings:
+    if "simpo" in losses or "simpo_gamma" in settings:
         return "simpo"
     has_sign = any(key in settings for key in TRL_SIGNS)
     loss = settings.get("loss_type")
@@ -369,6 +387,8 @@ def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Ite
         if name not in known:
             yield f"{key}: {name}", f"another loss ({name.upper()})", True
     compared = [name for name in losses if name != "sft"]
+    if losses and not compared:
+        yield f"{key}: sft", "another loss (the cross entropy of the chosen answers alone)", True
     # here sft alone has a weight, rpo_alpha
     if len(compared) > 1 or any(losses[name] != 1 for name in compared):
         yield f"{key}: {shorten(list(losses))}", "several losses at once", True
@@ -396,6 +416,8 @@ def _read_losses(tool: Tool, settings: ToolFile) -> dict[str, Any]:
 
 def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conversion) -> None:
     """Adds our `method` to the recipe, with what several keys of the file mean under it."""
+    if METHODS[method].rows == "answers":
+        _report_own_loss(settings, conversion)
     if method == "sft":
         _adapt_supervised(settings, conversion)
     elif method == "distill":
@@ -410,6 +432,15 @@ def adapt_method(method: str, settings: ToolFile, source: Path, conversion: Conv
         _adapt_early_exit(settings, conversion)
     else:
         _adapt_comparison(method, settings, source, conversion)
+
+
+def _report_own_loss(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports a loss of torchtune's or Automodel's section that is no cross entropy by its name."""
+    for section, key in (("loss", "_component_"), ("loss_fn", "_target_")):
+        name = read_section(settings, section).get(key)
+        if name and not CROSS_ENTROPIES.search(str(name)):
+            note = "the cross entropy here"
+            conversion.add_difference(f"{section}.{key}", name, note, "a loss of one's own")
 
 
 def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
@@ -607,7 +638,7 @@ def _set_comparison_loss(
     pair_loss = next((name for name in losses if name in PAIR_LOSSES), None)
     if method == "dpo" and (pair_loss or settings.get("rl") == "ipo"):
         recipe["loss_type"] = pair_loss or "ipo"
-    if "sft" in losses:
+    if losses.get("sft"):  # a weight of 0 adds nothing
         recipe["rpo_alpha"] = losses["sft"]
     if tool == "Axolotl" and method == "orpo" and settings.get("orpo_alpha") is not None:
         recipe.setdefault("beta", convert_number(settings["orpo_alpha"]))
@@ -620,7 +651,7 @@ def _set_token_loss(settings: ToolFile, conversion: Conversion) -> None:
     """Sets the loss of a token, DFT or EAFT, by the tool's switch or TRL's loss_type."""
     switches = LABEL_LOSSES.get(conversion.tool, ())
     name = next((key for key in switches if settings.get(key)), "")
-    if not name and settings.get("loss_type") == "dft":
+    if not name and conversion.tool == "TRL" and settings.get("loss_type") == "dft":
         name = "dft"
     if name:  # use_dft_loss -> dft
         conversion.recipe["token_loss"] = re.sub("^(use|enable)_", "", name).removesuffix("_loss")
@@ -681,7 +712,7 @@ def _report_order(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports what LLaMA-Factory's trainer for `method` does otherwise."""
-    pair_loss = settings.get("pref_loss", "sigmoid")
+    pair_loss = settings.get("pref_loss") or "sigmoid"
     if method == "dpo" and pair_loss != "sigmoid":
         conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
     if method == "orpo":
@@ -699,6 +730,9 @@ def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion
     is_axolotl = conversion.tool == "Axolotl"
     if method == "simpo" and settings.get("cpo_alpha", 1.0) != 0:
         conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
+    if method == "simpo" and not is_axolotl and settings.get("label_smoothing"):
+        smoothing = settings["label_smoothing"]
+        conversion.add_difference("label_smoothing", smoothing, PAIRS_SMOOTHED)
     if method == "orpo":
         conversion.add_difference("rl" if is_axolotl else "method", "orpo", WHOLE_ROW)
     smoothing = "dpo_label_smoothing" if is_axolotl else "label_smoothing"
@@ -731,6 +765,15 @@ def _report_cut_parts(method: str, settings: ToolFile, conversion: Conversion) -
     Only a file for an older version has max_prompt_length; the newer KTO trainer cuts as we do.
     """
     length = convert_number(settings.get("max_length", DEFAULTS["TRL"]["max_length"]))
+    if length is None:
+        length = LENGTH_FOR_NULL
+        if method != "kto":  # newer KTO trainers cut nothing
+            conversion.recipe["max_length"] = length
+    if settings.get("max_completion_length"):  # of models with an encoder alone
+        conversion.differences = [
+            line for line in conversion.differences if ANSWER_CUT_ALONE not in line
+        ]
+        conversion.ignored.append("max_completion_length")
     if not isinstance(length, int):
         return
     asked = settings.get("max_prompt_length")
@@ -744,7 +787,8 @@ def _report_cut_parts(method: str, settings: ToolFile, conversion: Conversion) -
         note = CUT_BY_PARTS_THERE.format(length, parts)
         conversion.add_difference("max_prompt_length", asked, note)
     elif method == "kto":
-        conversion.add_remark("max_length", length, WAS_CUT_BY_PARTS.format(length, parts))
+        note = WAS_CUT_BY_PARTS.format(length, parts)
+        conversion.add_remark("max_length", settings.get("max_length", length), note)
     else:
         note = ANSWERS_SLICED.format(length, parts)
         conversion.add_difference("max_length", length, note)
@@ -763,8 +807,15 @@ def _drop_unused(method: str, conversion: Conversion) -> None:
 
 
 def is_online(settings: ToolFile) -> bool:
-    """Whether a TRL file is for its GRPO trainer."""
-    return any(key in settings for key in GRPO_SIGNS)
+    """Whether a TRL file is for its GRPO trainer.
+
+    Older preference trainers have max_completion_length too, beside keys or losses of their own.
+    """
+    signs = {key for key in GRPO_SIGNS if key in settings}
+    compares = any(key in settings for key in PAIR_SIGNS) or any(
+        name in PAIR_LOSSES or name in OTHER_PAIR_LOSSES for name in _read_losses("TRL", settings)
+    )
+    return bool(signs) and not (compares and signs == {"max_completion_length"})
 
 
 def find_unsupported_online(settings: ToolFile) -> Iterator[Unsupported]:

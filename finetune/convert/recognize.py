@@ -31,7 +31,7 @@ from finetune.convert.model_names import (
 )
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,
-    REWARD_COMMANDS,
+    COMMANDED_METHODS,
     asks_for_rounding,
     find_distillation,
     find_masked_diffusion,
@@ -105,7 +105,7 @@ AUTOMODEL_MODELS = {
     "Biencoder": RETRIEVAL,  # of files that name no recipe
     "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
 }
-TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo", *REWARD_COMMANDS)
+TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo", *COMMANDED_METHODS)
 # other commands of TRL's -> cause
 TRL_CAUSES = {"cpo": "another loss (CPO)", "gkd": "distillation", "rloo": "online RL"}
 # keys of Megatron-SWIFT alone
@@ -380,7 +380,8 @@ def _find_causes(tool: Tool, settings: ToolFile) -> Iterator[Unsupported]:
 def _find_trls_causes(settings: ToolFile) -> Iterator[Unsupported]:
     """Yields a command of TRL's that is not converted."""
     command = settings.get(COMMAND)
-    if command not in (None, *TRL_COMMANDS):
+    is_other_loss = command == "cpo" and settings.get("loss_type") != "simpo"
+    if command not in (None, *TRL_COMMANDS) or is_other_loss:
         yield f"trl {command}", TRL_CAUSES.get(str(command), "another trainer of TRL's"), True
 
 

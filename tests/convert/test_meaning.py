@@ -207,10 +207,12 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         or (file.get("saves_per_epoch") or 0) * (file.get("num_epochs") or 1) > 1
     ):
         meaning["save_total_limit"] = file.get("save_total_limit") or 4
-    if not file.get("batch_size"):
-        meaning["gradient_accumulation_steps"] = file.get("gradient_accumulation_steps", 1)
+    # the schema's default, beside batch_size too, which then only counts the steps of the run
+    meaning["gradient_accumulation_steps"] = file.get("gradient_accumulation_steps", 1)
     if file.get("num_epochs"):
-        meaning["num_train_epochs"] = float(file["num_epochs"])
+        micro_batch = file.get("micro_batch_size") or 1
+        share = micro_batch / (file.get("batch_size") or micro_batch)
+        meaning["num_train_epochs"] = file["num_epochs"] * share
     warmup = file.get("warmup_steps")
     if schedule == "constant":
         meaning["warmup_steps"] = 0
