@@ -109,15 +109,15 @@ def _list_other_runs(commands: Iterator[list[str]]) -> list[str]:
 
     A line that cannot be read ends the list: nothing is converted after it.
     """
-    found: list[str] = []
+    programs: list[str] = []
     try:
         for words in commands:
             program = _find_program(words)
             if program is not None and program[1] in TRAINING:
-                found.append(f"{program[0]} {program[1]}")
+                programs.append(f"{program[0]} {program[1]}")
     except UserError:
         pass
-    return found
+    return programs
 
 
 def _calculate(match: re.Match[str], variables: Mapping[str, str]) -> str:

@@ -270,9 +270,9 @@ def _store(
     # A piece has several files: their count is a number that no piece has, not even half of one.
     first_number: int = ranks.on_main(lambda: len(list(folder.iterdir())))
     pieces = _find_top_tokens(teacher, batches, steps, rows, k, signals, world)
-    for number, found in enumerate(pieces, start=first_number):
+    for number, piece in enumerate(pieces, start=first_number):
         stem = f"piece-{world.rank:05d}-of-{world.size:05d}-{number:05d}"
-        ranks.on_all(partial(_write_piece, folder, stem, rows, found))
+        ranks.on_all(partial(_write_piece, folder, stem, rows, piece))
         if signals.agree(world).stop:
             raise Preempted(
                 f"{folder}: stopped by a signal; what the teacher has computed is kept there, and "
@@ -320,7 +320,7 @@ def _find_top_tokens(
         np.zeros((0, k), np.int32),
         np.zeros((0, k + 1), np.float32),
     ]
-    found = [empty]  # the arrays of each micro-batch
+    piece = [empty]  # the arrays of each micro-batch
     yielded_at = time.monotonic()
     for step in steps:
         for micro_batch in batches.step_batch(step).micro_batches:
@@ -330,22 +330,22 @@ def _find_top_tokens(
             example_ids = np.array(micro_batch.example_ids, np.int64)
             examples = np.stack([example_ids, batches.examples.trained[example_ids]], 1)
             ids = top_ids.cpu()[has_label].int().numpy()
-            found.append([examples, ids, top_scores.cpu()[has_label].numpy()])
-        held_bytes = sum(array.nbytes for arrays in found for array in arrays)
+            piece.append([examples, ids, top_scores.cpu()[has_label].numpy()])
+        held_bytes = sum(array.nbytes for arrays in piece for array in arrays)
         if held_bytes >= STORED_PIECE_BYTES or time.monotonic() - yielded_at > SAVE_SECONDS:
             # asks for a save as a signal would: all ranks agree on it below
             signals.save = True
         requests = signals.agree(world)
         if requests.save or requests.stop or step == steps[-1]:
             reshard(teacher.model)
-            yield found
-            found[:] = [empty]  # whoever has the list keeps no array
+            yield piece
+            piece[:] = [empty]  # whoever has the list keeps no array
             signals.save = False
             yielded_at = time.monotonic()
 
 
 def _write_piece(
-    folder: Path, stem: str, rows: int, found: Sequence[Sequence[NDArray[Any]]]
+    folder: Path, stem: str, rows: int, piece: Sequence[Sequence[NDArray[Any]]]
 ) -> None:
     """Writes a piece: a file for each array, and then a JSON file that describes them.
 
@@ -355,11 +355,11 @@ def _write_piece(
         folder: Of all pieces.
         stem: What the names of the piece's files begin with.
         rows: The rows of the vocabulary that the scores were computed over.
-        found: The arrays of each micro-batch, in the order of `PARTS`. Each file holds those of
+        piece: The arrays of each micro-batch, in the order of `PARTS`. Each file holds those of
             one part, joined.
     """
     description = dict[str, object](rows=rows)
-    for part, arrays in zip(PARTS, zip(*found, strict=True), strict=True):
+    for part, arrays in zip(PARTS, zip(*piece, strict=True), strict=True):
         header = np.lib.format.header_data_from_array_1_0(arrays[0])
         header["shape"] = (sum(map(len, arrays)), *arrays[0].shape[1:])
         content = io.BytesIO()
