@@ -373,14 +373,14 @@ def exchanged_bytes(architecture: Architecture, computation: Computation) -> int
 def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, three of the residual stream's, and messages between
-    expert ranks.
+    They are three tensors of the MLP's width, four of the residual stream's (the embeddings, the
+    layer's input, the stream after attention, and its norm), and messages between expert ranks.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
     return (
         3 * architecture.mlp_width * computation.itemsize
-        + 3 * architecture.hidden * computation.residual_itemsize
+        + 4 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
 
