@@ -1,6 +1,8 @@
 """The plan of sampling: its cache and its forwards beside what the engine allocates."""
 
+from collections.abc import Mapping
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -72,6 +74,17 @@ def test_completions_sampled_together_may_begin_within_a_prompts_completions() -
     assert planned == pytest.approx(taken, rel=0.1)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma2"])
+def test_prompts_of_a_model_with_sliding_windows_are_read_together_under_masks(family: str) -> None:
+    """All 32 prompts of 64 completions, though a model without windows reads 16 at a time."""
+    requests = [
+        Request(tuple(range(i, i + 96 + i % 2)), (i, j)) for i in range(32) for j in range(2)
+    ]
+    window = {"model_type": family, "sliding_window": 48, "head_dim": 32}
+    planned, taken = _plan_and_sample((512, 32, 2, 97, 8), "rollout", requests, family=window)
+    assert 1 <= planned / taken < 1.3
+
+
 def test_the_prompts_of_any_completions_sampled_together_are_planned() -> None:
     """Counted from the shares that ranks sample (`_sample_requests`) and the rows within them."""
     for ranks, prompts, generations, together in product((1, 2, 4), (4, 12), (2, 4, 6), (3, 4, 8)):
@@ -103,7 +116,11 @@ def test_the_prompts_of_any_completions_sampled_together_are_planned() -> None:
 
 
 def _plan_and_sample(
-    case: tuple[int, ...], phase: str, requests: list[Request], together: int = 64
+    case: tuple[int, ...],
+    phase: str,
+    requests: list[Request],
+    together: int = 64,
+    family: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[int, int]:
     """The bytes that the plan counts for sampling in `phase`, and those that `requests` take."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -114,6 +131,7 @@ def _plan_and_sample(
         **WIDE,
         "num_key_value_heads": 4,
         "vocab_size": vocabulary,
+        **family,
     }
     keys = [
         "method=grpo",
