@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from finetune.config.compatibility import find_problems
+from finetune.config.compatibility import FLASH_PACKAGES, find_problems
 from finetune.config.families import find_family
 from finetune.config.layout import (
     PipelineOrder,
@@ -412,7 +412,31 @@ class RunSpec:
             sequence_ranks=self.sharding.sequence_parallel_size,
             drops_attention=self.drops_attention,
             masks_images=self.images is not None and find_family(self.images).images_see_themselves,
+            repeated_prompts=self.repeated_prompts,
         )
+
+    @property
+    def repeated_prompts(self) -> float:
+        """The most tokens of shared prompts that attention repeats, for each token of a row.
+
+        That many are repeated if the prompt is as long as it may be and each of its completions has
+        a single token, behind the prompt's last. 0 if completions share no prompts
+        (`can_continue`).
+        """
+        recipe = self.recipe
+        completions = recipe.rollout.num_generations
+        can_share = (
+            recipe.method_facts.samples
+            and recipe.data.packing
+            and completions > 1
+            and recipe.model.attn_implementation in ("auto", *FLASH_PACKAGES)
+            and self.images is None
+            and self.architecture.family.recurrence is None
+        )
+        if not can_share:
+            return 0.0
+        prompt = recipe.data.max_length - recipe.rollout.max_completion_length
+        return completions * prompt / (prompt + 2 * completions)
 
     @property
     def uncounted(self) -> str | None:

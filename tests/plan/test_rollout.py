@@ -1,7 +1,7 @@
 """The plan of sampling: its cache and its forwards beside what the engine allocates."""
 
 from collections.abc import Mapping
-from itertools import product
+from itertools import accumulate, product
 from types import MappingProxyType
 from typing import Any
 
@@ -10,7 +10,10 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
+from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
+from finetune.models.gating import install_gating
+from finetune.plan.activations import kept_bytes, recomputed_bytes, working_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.forward_memory import _most_prompts
 from finetune.plan.peaks import plan_phases
@@ -82,6 +85,52 @@ def test_prompts_of_a_model_with_sliding_windows_are_read_together_under_masks(f
     ]
     window = {"model_type": family, "sliding_window": 48, "head_dim": 32}
     planned, taken = _plan_and_sample((512, 32, 2, 97, 8), "rollout", requests, family=window)
+    assert 1 <= planned / taken < 1.3
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_step_repeats_the_keys_and_values_of_a_shared_prompt(checkpointing: bool) -> None:
+    """For each of 16 short completions, in a row that they fill with their prompt."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    prompt, completion, generations = 448, 4, 16
+    tokens = prompt + generations * completion
+    config = {"model_type": "llama", **WIDE, "num_key_value_heads": 8, "vocab_size": 64}
+    keys = [
+        *("model_name_or_path=a/b", "datasets=[{path: a/b}]", "method=grpo", "rewards=[length]"),
+        *(f"num_generations={generations}", f"max_completion_length={completion}"),
+        *(f"max_length={prompt + completion}", "global_batch_size=1"),
+    ]
+    layout = Sharding(layout="single", mixed_precision="no", activation_checkpointing=checkpointing)
+    spec = RunSpec(
+        architecture=read_architecture(config, "config.json"),
+        recipe=read_recipe(None, keys),
+        sharding=layout,
+        ranks=1,
+        device="cpu",
+    )
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).train()
+    install_attention(model)
+    install_gating(model)
+    if checkpointing:
+        checkpoint_activations(model, 1)
+    lengths = (prompt, *[completion] * generations)
+    starts = (0, *[prompt] * generations)
+    pairs = zip(starts, lengths, strict=True)
+    inputs = {
+        "input_ids": torch.zeros(1, tokens, dtype=torch.int64),
+        "position_ids": torch.cat([start + torch.arange(length) for start, length in pairs])[None],
+        "cu_seq_lens": torch.tensor((0, *accumulate(lengths)), dtype=torch.int32),
+        "max_document_length": prompt,
+        "packed_lengths": lengths,
+        "continued": (None, *[0] * generations),
+    }
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    taken = allocated_peak(lambda: model.model(**inputs, use_cache=False)[0].sum().backward())
+    layers = recomputed_bytes(spec.architecture, spec.computation)
+    layers += sum(kept_bytes(spec.architecture, spec.computation).values())
+    planned = tokens * (layers + working_bytes(spec.architecture, spec.computation))
     assert 1 <= planned / taken < 1.3
 
 
