@@ -141,6 +141,7 @@ def make_plan(
         *_describe_traces(spec),
         *_describe_held_out(spec),
         *_describe_stored_teacher(spec, speed),
+        *_describe_states(spec),
         *_judge_bubble(spec),
         *_suggest_a_stage_on_each_node(spec, speed, links),
     )
@@ -209,6 +210,15 @@ def _describe_stored_teacher(spec: RunSpec, speed: Speed) -> Iterator[str]:
         f"the teacher's likeliest tokens take {token_bytes:,} bytes of disk a trained token in "
         f"dataset_cache_dir, which are not counted{whole}"
     )
+
+
+def _describe_states(spec: RunSpec) -> Iterator[str]:
+    """Yields a remark if recurrent layers keep states of completions, which are not counted."""
+    if spec.recipe.samples_itself and spec.architecture.family.recurrence is not None:
+        yield (
+            "recurrent layers keep a state of each completion while it is sampled, which is not "
+            "counted; a smaller per_device_generation_batch_size samples fewer at once"
+        )
 
 
 def _describe_traces(spec: RunSpec) -> Iterator[str]:

@@ -17,6 +17,7 @@ from finetune.plan.activations import kept_bytes, recomputed_bytes, working_byte
 from finetune.plan.architecture import read_architecture
 from finetune.plan.forward_memory import _most_prompts
 from finetune.plan.peaks import plan_phases
+from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
 from finetune.rollout.embedded import EmbeddedEngine
 from finetune.rollout.engine import Request, Sampling
@@ -86,6 +87,17 @@ def test_prompts_of_a_model_with_sliding_windows_are_read_together_under_masks(f
     window = {"model_type": family, "sliding_window": 48, "head_dim": 32}
     planned, taken = _plan_and_sample((512, 32, 2, 97, 8), "rollout", requests, family=window)
     assert 1 <= planned / taken < 1.3
+
+
+def test_a_plan_says_that_the_states_of_recurrent_layers_are_not_counted() -> None:
+    keys = [
+        *("model_config={model_type: lfm2, num_hidden_layers: 2, hidden_size: 64}",),
+        *("tokenizer_name_or_path=a/b", "datasets=[{path: a/b}]", "method=grpo"),
+        *("rewards=[length]", "dtype=bfloat16"),
+    ]
+    layout = Sharding(layout="single", mixed_precision="no")
+    plan = make_plan(read_recipe(None, keys), layout, ranks=1)
+    assert any("recurrent layers keep a state of each completion" in each for each in plan.remarks)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
