@@ -114,9 +114,9 @@ ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 # rows of a multiple of 16 bytes.
 EXPERT_RANK_MULTIPLE = 8
 ADAPTER_NAME = "default"  # peft's name for the adapter; there is never another
-# Free bytes that an export leaves for what it writes besides weights (tokenizer, index, card).
 # a rank that holds so many bytes of a teacher's likeliest tokens writes them (`distill_top_k`)
 STORED_PIECE_BYTES = 256 << 20
+# Free bytes that an export leaves for what it writes besides weights (tokenizer, index, card).
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 FP32 = 4  # the bytes of a number in fp32
@@ -194,6 +194,18 @@ def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
     (262, 1046)
     """
     return ceil_div(loss_chunk_tokens(vocabulary, device_type), 2)
+
+
+def stored_token_bytes(top_k: int) -> int:
+    """Returns the bytes of a teacher's `top_k` likeliest tokens at a trained token, in files.
+
+    They are the tokens' ids, and their scores with that of all other tokens.
+
+    >>> stored_token_bytes(32)
+    260
+    """
+    int32 = 4  # bytes of an id
+    return int32 * top_k + FP32 * (top_k + 1)
 
 
 def count_steps(interval: float | None, steps: int) -> int | None:

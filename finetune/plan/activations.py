@@ -116,6 +116,8 @@ class Computation:
     masks_images: bool = False
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
     expert_ranks: int = 1  # ranks that share a layer's experts, and exchange their inputs
+    # the most tokens of shared prompts that attention repeats, for each token of a row
+    repeated_prompts: float = 0.0
 
     @property
     def drops_inputs(self) -> bool:
@@ -167,7 +169,8 @@ def layer_bytes(
         Part of the layer -> bytes per token on one rank.
     """
     if (trace := architecture.trace(computation)) is not None:
-        return {"layer": trace.largest("saved", computation.document_length), "mlp": 0}
+        saved = trace.largest("saved", computation.document_length)
+        return {"layer": saved + _repeated_prompts(architecture, computation), "mlp": 0}
     if is_dense:
         mixture = None
         adapted_layer = architecture.dense_layer
@@ -176,7 +179,8 @@ def layer_bytes(
         adapted_layer = architecture.widest_layer
     return {
         "norms": _norms(architecture, mixture, computation),
-        "attention": _attention(architecture, computation),
+        "attention": _attention(architecture, computation)
+        + _repeated_prompts(architecture, computation),
         "mlp": _mlp(architecture, mixture, computation),
         "adapters": _adapters(architecture, adapted_layer, computation),
     }
@@ -196,6 +200,7 @@ def kept_bytes(architecture: Architecture, computation: Computation) -> dict[str
         if trace.failure is None:
             by_layer = trace.layer_bytes("saved", computation.document_length)
             layers = sum(by_layer[index] for index in saving)
+            layers += len(saving) * _repeated_prompts(architecture, computation)
         else:
             layers = 0  # not known, which the plan says (`RunSpec.uncounted`)
         return {
@@ -329,16 +334,21 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token that a layer's backward needs besides the saved tensors.
 
     They are the gradients of gate and up, the product of both if the backward recomputes it, the
-    gradients of the residual stream before and after the norm, and messages between expert ranks.
+    gradients of the residual stream before and after the norm, messages between expert ranks, and
+    what gradients of repeated prompts need more.
     """
+    # The gradients of repeated prompts come when at least two tensors of the MLP's width are freed.
+    freed = 2 * architecture.mlp_width * computation.itemsize
+    repeated = max(0, _repeated_prompts(architecture, computation) - freed)
     if (trace := architecture.trace(computation)) is not None:
-        return trace.largest("working", computation.document_length)
+        return trace.largest("working", computation.document_length) + repeated
     remade_product = architecture.mlp_width * computation.itemsize if computation.remakes else 0
     return (
         gate_gradient_bytes(architecture, computation)
         + remade_product
         + 2 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
+        + repeated
     )
 
 
@@ -373,14 +383,14 @@ def exchanged_bytes(architecture: Architecture, computation: Computation) -> int
 def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, three of the residual stream's, and messages between
-    expert ranks.
+    They are three tensors of the MLP's width, four of the residual stream's (the embeddings, the
+    layer's input, the stream after attention, and its norm), and messages between expert ranks.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
     return (
         3 * architecture.mlp_width * computation.itemsize
-        + 3 * architecture.hidden * computation.residual_itemsize
+        + 4 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
 
@@ -554,6 +564,14 @@ def _keys_and_values_width(architecture: Architecture, computation: Computation)
     if divides_heads(architecture.heads, ranks):
         return width * repeats
     return width * ranks  # no trade: each rank gathers the keys and values of the whole row
+
+
+def _repeated_prompts(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of a layer's keys and values of shared prompts, which are repeated for each
+    completion that shares the prompt (models/attention_kernels.py).
+    """
+    width = _keys_and_values_width(architecture, computation)
+    return round(computation.repeated_prompts * width * _kernel_itemsize(computation))
 
 
 def _query_key_norms(architecture: Architecture, computation: Computation) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 
+from finetune.config.facts import attends_by_mask
 from finetune.constants import ANSWERED_TOKENS, ANSWERS_AT_ONCE, FP32, PROMPTS_AT_ONCE, ceil_div
-from finetune.plan.activations import evaluation_bytes, mask_bytes
+from finetune.plan.activations import MASK_KINDS, evaluation_bytes, mask_bytes
+from finetune.plan.architecture import Architecture
 from finetune.plan.loss_memory import (
     cast_head_bytes,
     chunk_bytes,
@@ -79,8 +81,7 @@ def answer_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     row_tokens = 2 * longest + 2
     cached = min(rows * row_tokens, max(ANSWERED_TOKENS, row_tokens))
     forward = plan_forward(spec, at_rest, "prompts answered", read)
-    # a mask [tokens, tokens] of each prompt as bools, and as numbers added to the scores
-    masks = read * longest * (1 + spec.computation.itemsize)
+    masks = read * longest * _pair_bytes(spec)
     cache = kv_cache_bytes(spec, cached)
     # a layer's cache is copied into a longer one for each token
     growing = 2 * cache // spec.computed.layers
@@ -117,7 +118,8 @@ def _sampling_points(
         prompts = _most_prompts(spec, rows, completions, of_a_prompt)
         prompt_tokens = spec.recipe.data.max_length - rollout.max_completion_length
     row_tokens = prompt_tokens + rollout.max_completion_length
-    prompts_at_once = min(prompts, PROMPTS_AT_ONCE)
+    reads_all = _reads_prompts_together(architecture)
+    prompts_at_once = prompts if reads_all else min(prompts, PROMPTS_AT_ONCE)
     forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * prompt_tokens)
     if spec.sharding.is_fsdp:
         elements = sum(tensor.numel // tensor.expert_ranks for tensor in spec.part_tensors)
@@ -125,10 +127,10 @@ def _sampling_points(
     else:
         point = forward
     # 1. The prompts are read into caches of their own.
-    if spec.recipe.model.attn_implementation == "auto":
-        masks = 0  # prompts are packed
-    else:  # a mask [tokens, tokens] of each prompt as bools, and as numbers added to the scores
-        masks = prompts_at_once * prompt_tokens**2 * (1 + computation.itemsize)
+    if _packs_prompts(spec):
+        masks = 0
+    else:
+        masks = prompts_at_once * prompt_tokens**2 * _pair_bytes(spec)
     prompt_caches = kv_cache_bytes(spec, prompts * prompt_tokens)
     yield replace(
         point,
@@ -149,8 +151,55 @@ def _sampling_points(
     yield replace(point, activations=cache, loss=logits * DRAWING_BYTES)
     # 4. The logits of each row's next token are computed.
     attention_scores = 2 * FP32 * rows * architecture.heads * row_tokens
+    if not _has_kernel(spec):  # keys and values are repeated for each query head
+        repeated_width = 2 * architecture.query_width
+        attention_scores += rows * row_tokens * repeated_width * computation.itemsize
     activations = cache + rows * evaluation_bytes(architecture, computation) + attention_scores
     yield replace(point, activations=activations, loss=logits * FP32)
+
+
+def _reads_prompts_together(architecture: Architecture) -> bool:
+    """Whether all prompts of completions sampled at once are read in one forward.
+
+    That is so if a layer's cache is not one of every token's keys and values (`_read_prompts`).
+    """
+    return (
+        architecture.facts.window is not None
+        or architecture.family.recurrence is not None
+        or not architecture.facts.layer_types <= {"full_attention"}
+    )
+
+
+def _packs_prompts(spec: RunSpec) -> bool:
+    """Whether prompts are read in one packed row, without a mask of pairs of tokens."""
+    facts = spec.computed.facts
+    return (
+        spec.recipe.model.attn_implementation == "auto"
+        and spec.images is None
+        and not attends_by_mask(facts.model_type, facts.layer_types)
+        and not _reads_prompts_together(spec.computed)
+    )
+
+
+def _pair_bytes(spec: RunSpec) -> int:
+    """Bytes of a pair of tokens of a prompt that is read under a mask.
+
+    They are its entries in the masks as bools, in the mask as numbers added to the scores, and, if
+    no kernel computes with the scores, in these.
+    """
+    itemsize = spec.computation.itemsize
+    masks = 1 if spec.computed.facts.window is None else MASK_KINDS
+    if _has_kernel(spec):
+        return masks + itemsize
+    # the scores before and after they are capped or masked, and their softmax
+    return masks + itemsize + spec.computed.heads * (2 * itemsize + FP32)
+
+
+def _has_kernel(spec: RunSpec) -> bool:
+    """Whether a kernel computes attention under a mask; none takes caps of scores or sinks."""
+    family = spec.computed.family
+    is_eager = spec.recipe.model.attn_implementation == "eager"
+    return not (family.caps_scores or family.sinks or is_eager)
 
 
 def _most_prompts(spec: RunSpec, rows: int, completions: int, of_a_prompt: int) -> int:

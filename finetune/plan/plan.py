@@ -23,7 +23,7 @@ from finetune.config.pretrained import complete_lora
 from finetune.config.quantization import read_stored_quantization
 from finetune.config.reader import read_recipe, split_adapters
 from finetune.config.schema import Model, Recipe
-from finetune.constants import ITEMSIZE, find_positions, grow_rows, round_up
+from finetune.constants import ITEMSIZE, find_positions, grow_rows, round_up, stored_token_bytes
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Room, advise, describe_changes
 from finetune.plan.architecture import (
@@ -140,6 +140,8 @@ def make_plan(
         *_judge_length(config, recipe.data.max_length),
         *_describe_traces(spec),
         *_describe_held_out(spec),
+        *_describe_stored_teacher(spec, speed),
+        *_describe_states(spec),
         *_judge_bubble(spec),
         *_suggest_a_stage_on_each_node(spec, speed, links),
     )
@@ -191,6 +193,31 @@ def _describe_held_out(spec: RunSpec) -> Iterator[str]:
             f"held-out queries are compared all at once, {bytes_per_query / 1024:.0f} KiB each, "
             "which are not counted: eval_split_size as a count, or max_samples, says how many "
             "there are"
+        )
+
+
+def _describe_stored_teacher(spec: RunSpec, speed: Speed) -> Iterator[str]:
+    """Yields a remark on the disk that the teacher's likeliest tokens take (`distill_top_k`)."""
+    top_k = spec.recipe.method.distill_top_k
+    if top_k is None:
+        return
+    token_bytes = stored_token_bytes(top_k)
+    if speed.epoch_tokens is None:
+        whole = ""
+    else:
+        whole = f", {disk_size(token_bytes * speed.epoch_tokens)} if all of an epoch are trained on"
+    yield (
+        f"the teacher's likeliest tokens take {token_bytes:,} bytes of disk a trained token in "
+        f"dataset_cache_dir, which are not counted{whole}"
+    )
+
+
+def _describe_states(spec: RunSpec) -> Iterator[str]:
+    """Yields a remark if recurrent layers keep states of completions, which are not counted."""
+    if spec.recipe.samples_itself and spec.architecture.family.recurrence is not None:
+        yield (
+            "recurrent layers keep a state of each completion while it is sampled, which is not "
+            "counted; a smaller per_device_generation_batch_size samples fewer at once"
         )
 
 

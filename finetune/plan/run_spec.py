@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from finetune.config.compatibility import find_problems
+from finetune.config.compatibility import FLASH_PACKAGES, find_problems
 from finetune.config.families import find_family
 from finetune.config.layout import (
     PipelineOrder,
@@ -25,7 +25,14 @@ from finetune.config.optimization import count_optimizer_bytes
 from finetune.config.quantization import SCHEMES
 from finetune.config.rule import Problem
 from finetune.config.schema import Model, Quantization, Recipe, compute_global_batch_size
-from finetune.constants import FP32, ITEMSIZE, ROUND_TOKENS, STORED_PIECE_BYTES, ceil_div
+from finetune.constants import (
+    FP32,
+    ITEMSIZE,
+    ROUND_TOKENS,
+    STORED_PIECE_BYTES,
+    ceil_div,
+    stored_token_bytes,
+)
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
@@ -44,7 +51,6 @@ PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # a row. Measured, less the planned tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16
 # steps of up to 4,096 tokens (benchmarks/speed.py).
 CPU_PROCESS_BYTES = 1 << 30
-INT32 = 4  # bytes of a token's id in the files of a stored teacher
 EXPORT_SHARD_BYTES = 5 * 10**9  # the default of finetune export --max-shard-size
 
 
@@ -412,7 +418,31 @@ class RunSpec:
             sequence_ranks=self.sharding.sequence_parallel_size,
             drops_attention=self.drops_attention,
             masks_images=self.images is not None and find_family(self.images).images_see_themselves,
+            repeated_prompts=self.repeated_prompts,
         )
+
+    @property
+    def repeated_prompts(self) -> float:
+        """The most tokens of shared prompts that attention repeats, for each token of a row.
+
+        That many are repeated if the prompt is as long as it may be and each of its completions has
+        a single token, behind the prompt's last. 0 if completions share no prompts
+        (`can_continue`).
+        """
+        recipe = self.recipe
+        completions = recipe.rollout.num_generations
+        can_share = (
+            recipe.method_facts.samples
+            and recipe.data.packing
+            and completions > 1
+            and recipe.model.attn_implementation in ("auto", *FLASH_PACKAGES)
+            and self.images is None
+            and self.architecture.family.recurrence is None
+        )
+        if not can_share:
+            return 0.0
+        prompt = recipe.data.max_length - recipe.rollout.max_completion_length
+        return completions * prompt / (prompt + 2 * completions)
 
     @property
     def uncounted(self) -> str | None:
@@ -752,8 +782,7 @@ def _count_unwritten(spec: RunSpec) -> int:
     top_k = spec.recipe.method.distill_top_k
     if top_k is None:
         return 0
-    token_bytes = INT32 * top_k + FP32 * (top_k + 1)  # ids, and scores with that of all others
-    return STORED_PIECE_BYTES + spec.accumulation * spec.tokens * token_bytes
+    return STORED_PIECE_BYTES + spec.accumulation * spec.tokens * stored_token_bytes(top_k)
 
 
 def _count_copied(spec: RunSpec, trained: Sequence[StateTensor], state: int, frozen: int) -> int:

@@ -29,7 +29,13 @@ from finetune.models.fused_lora import fuse_adapters
 from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
 from finetune.models.loss_chunks import HeadProduct
-from finetune.plan.activations import Computation, kept_bytes, layer_bytes, mask_bytes
+from finetune.plan.activations import (
+    Computation,
+    evaluation_bytes,
+    kept_bytes,
+    layer_bytes,
+    mask_bytes,
+)
 from finetune.plan.architecture import read_architecture
 from finetune.plan.loss_memory import head_adapter_bytes, loss_backward_bytes, loss_bytes
 from finetune.plan.peaks import plan_phases
@@ -407,6 +413,27 @@ def test_evaluation_holds_a_cast_copy_of_the_head() -> None:
     peak = next(phase.peak for phase in phases if phase.name == "evaluation")
     planned = peak.activations + peak.loss + peak.temporaries + peak.gathered
     assert planned == pytest.approx(allocated_peak(run), rel=0.05)
+
+
+def test_an_evaluation_holds_embeddings_beside_the_tensors_of_a_layer() -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    # a vocabulary so small that the layers have the peak
+    config = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "vocab_size": 32}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4}
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config)).eval()
+    install_attention(model)
+    ids, positions = torch.randint(3, 32, (1, 512)), torch.arange(512)[None]
+    rotary_bytes = 2 * 32 * 4  # of a token
+
+    @torch.no_grad()
+    def run() -> None:
+        model.model(input_ids=ids, position_ids=positions, use_cache=False)
+
+    planned = evaluation_bytes(
+        read_architecture(config, "config.json"), Computation(itemsize=4, cpu=True)
+    )
+    assert 512 * (planned + rotary_bytes) == pytest.approx(allocated_peak(run), rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.load import Teacher
 from finetune.plan import run_spec
+from finetune.plan.plan import make_plan
 from finetune.training.lifecycle import make_objectives
 from finetune.training.objectives import distill
 from finetune.training.objectives.distill import read_teacher_facts, teacher_flop_per_token
@@ -386,6 +387,41 @@ def test_a_stored_teacher_that_a_signal_stops_computes_only_the_rest(
     # a step is finished: of four in training, of two held out
     assert asked == [24, 4, 14, 6]
     assert losses[0] == losses[1]
+
+
+def test_a_disk_without_room_for_a_stored_teacher_is_refused_before_the_teacher_runs(
+    tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One byte less than the files' ids and scores take is too little."""
+    make_model(tmp_path / "wide", seed=3, hidden_size=48)
+
+    def write_recipe(name: str) -> Path:
+        return tiny_recipe(
+            method="distill",
+            teacher_model_name_or_path=str(tmp_path / "wide"),
+            distill_top_k=5,
+            eval_split_size=8,
+            max_steps=1,
+            output_dir=str(tmp_path / name),
+            dataset_cache_dir=str(tmp_path / f"{name}-cache"),
+            export_at_end=False,
+        )
+
+    recipe = read_recipe(str(write_recipe("whole")))
+    plan = make_plan(recipe, Sharding(layout="single", mixed_precision="no"), ranks=1)
+    assert any("take 44 bytes of disk a trained token" in remark for remark in plan.remarks)
+    finetune.train(write_recipe("whole"))
+    written = (tmp_path / "whole-cache").glob("teacher-*/*/*.npy")
+    needed = sum(np.load(path).nbytes for path in written if not path.stem.endswith("examples"))
+    disk = SimpleNamespace(disk_usage=lambda _: SimpleNamespace(free=needed - 1))
+    monkeypatch.setattr(distill, "shutil", disk)
+    with pytest.raises(
+        UserError, match=r"5 likeliest of each of [\d,]+ trained tokens take .*cache"
+    ):
+        finetune.train(write_recipe("refused"))
+    assert not [*(tmp_path / "refused-cache").glob("teacher-*")]
+    disk.disk_usage = lambda _: SimpleNamespace(free=needed)
+    finetune.train(write_recipe("fits"))
 
 
 def runs_log(run: Path) -> str:

@@ -8,6 +8,7 @@ one rank writes there at once are called a piece.
 
 import io
 import json
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from finetune.config.facts import ModelFacts
 from finetune.config.pretrained import load_config, read_facts
 from finetune.config.schema import Recipe
-from finetune.constants import IGNORE_INDEX, STORED_PIECE_BYTES
+from finetune.constants import IGNORE_INDEX, STORED_PIECE_BYTES, stored_token_bytes
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
 from finetune.data.prepare import PreparedData
@@ -49,7 +50,7 @@ from finetune.training.reference import (
     steps_of_examples,
 )
 from finetune.training.watch import SignalListener
-from finetune.units import counted
+from finetune.units import counted, disk_size
 
 
 class Distillation(Objective):
@@ -149,7 +150,8 @@ def find_stored_teacher(
         under the names of `find_stored`.
 
     Raises:
-        UserError: If a rank does not find what the ranks of other nodes have written.
+        UserError: If the disk is too small, or a rank does not find what the ranks of other nodes
+            have written.
         Preempted: If a signal asks to stop. The files have all that was computed.
     """
     stored = find_stored(data)
@@ -173,12 +175,37 @@ def find_stored_teacher(
     teachers, missing = open_all()
     missing_on_main: dict[str, list[int]] = ranks.on_main(lambda: missing)
     if any(missing_on_main.values()):
+        ranks.on_main(lambda: _refuse_small_disk(recipe, stored, missing_on_main))
         teacher = load()
         for name, steps in missing_on_main.items():
             _store(teacher, folders[name], stored[name], steps, model, recipe, signals, world)
         teachers, missing = open_all()
     ranks.on_all(lambda: _refuse_missing(folders, missing))
     return teachers
+
+
+def _refuse_small_disk(
+    recipe: Recipe, stored: Mapping[str, StoredBatches], missing: Mapping[str, Sequence[int]]
+) -> None:
+    """Raises `UserError` if the disk is too small for the teacher's likeliest tokens.
+
+    `missing`: the steps of each of the `stored` data whose tokens will be written.
+    """
+    folder = cache_folder(recipe.data)
+    top_k = recipe.method.distill_top_k
+    assert top_k is not None, "without it no tokens of the teacher are stored"
+    tokens = 0
+    for name, steps in missing.items():
+        trained = stored[name].examples.trained
+        tokens += sum(int(trained[documents_of(stored[name], step)].sum()) for step in steps)
+    needed = tokens * stored_token_bytes(top_k)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"{folder}: the teacher's {top_k} likeliest of each of "
+            f"{counted(tokens, 'trained token')} take {disk_size(needed)}, but {disk_size(free)} "
+            "are free here; lower distill_top_k, free space, or set another dataset_cache_dir"
+        )
 
 
 def _refuse_missing(folders: Mapping[str, Path], missing: Mapping[str, Sequence[int]]) -> None:
