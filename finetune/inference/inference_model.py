@@ -42,7 +42,7 @@ from finetune.inference.inputs import (
     trained_quantization,
 )
 from finetune.models.cpu_products import multiply_in_fp32
-from finetune.models.documents import install_document_rotary
+from finetune.models.documents import install_document_rotary, install_query_scales
 from finetune.models.load import auto_class_of, weights_folder
 
 
@@ -126,6 +126,7 @@ def load_inference_model(
     # transformers' dynamic RoPE would remember the longest conversation
     with suppress(UserError):  # a model with code of its own keeps its rotary embedding
         install_document_rotary(base)
+        install_query_scales(base)
     if location.kind == "checkpoint" and not has_adapter:
         processor_folder = str(source.description)
     else:

@@ -8,6 +8,8 @@ Under sequence parallelism the ranks share the tokens of a row, and
 `distributed/sequence_parallel.py` exchanges what attention reads.
 """
 
+import sys
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -37,6 +39,7 @@ from finetune.models.attention_kernels import (
 )
 
 NAME = "packed"
+SCALED_NAME = "scaled_by_position"
 # The arguments of a forward that describe its documents; models/documents.py explains them. Only
 # long-context RoPE reads `document_lengths`, the only one that padded rows always have.
 BOUNDARIES = (
@@ -116,6 +119,47 @@ def register() -> None:
     AttentionInterface.register(NAME, packed_attention)
     # For generation; training passes a mask of its own, see `prepare_for_packed`.
     AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def scale_by_position(attention: Any) -> None:
+    """Makes an attention layer scale each query by the token's position in its document.
+
+    transformers scales the queries of Llama 4's layers without RoPE by the place in the row. A
+    token has another place in a packed row, behind padding on the left, and on ranks that share a
+    row. After this call, whoever calls the module passes `query_positions`.
+
+    attention: A module of class `Llama4TextAttention`, or with its attributes.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(SCALED_NAME, _attend_scaled)
+    attention.attn_temperature_tuning = False  # transformers' own scaling
+    attention.eager_attention = sys.modules[type(attention).__module__].eager_attention_forward
+    attention.trunk_config = attention.config
+    attention.config = copy(attention.config)
+    attention.config._attn_implementation = SCALED_NAME
+
+
+def _attend_scaled(
+    module: Any, query: Tensor, *args: Any, query_positions: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Scales the queries, and runs the attention that the trunk's config names.
+
+    Args:
+        module: Prepared by `scale_by_position`.
+        query: [rows, heads, tokens, head size].
+        args, kwargs: The other arguments of transformers' interface.
+        query_positions: int64[rows, tokens], or [1, tokens] for all rows.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    steps = torch.floor((query_positions.float() + 1.0) / module.floor_scale)
+    scales = torch.log1p(steps) * module.attn_scale + 1.0
+    query = (query * scales[:, None, :, None]).to(query.dtype)
+    name = module.trunk_config._attn_implementation
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, module.eager_attention)
+    out: tuple[Tensor, Tensor | None] = attend(module, query, *args, **kwargs)
+    return out
 
 
 def packed_attention(

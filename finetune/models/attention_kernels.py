@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
 from torch.nn.attention.varlen import varlen_attn
 
 from finetune.config.facts import has_compiler
-from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD, ceil_div
+from finetune.constants import BLOCK_TOKENS, FP32, LARGEST_FLASH_HEAD, ceil_div
 from finetune.models.decoder_layers import configure_compiler
 
 
@@ -609,15 +609,7 @@ def _attend_causally(
     keys = key.shape[2]
     is_windowed = options.window is not None and options.window < keys
     if options.is_fusible and not is_windowed and images is None and tokens == keys:
-        return F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            dropout_p=options.dropout,
-            scale=options.scale,
-            enable_gqa=True,
-        )
+        return _attend_by_sdpa(query, key, value, options, is_causal=True)
     before = keys - tokens  # the first query's place in the row
     visible = torch.ones(tokens, keys, dtype=torch.bool, device=query.device).tril(before)
     if images is not None:
@@ -650,12 +642,39 @@ def _attend_all(
             shape = query.shape[2], key.shape[2]
             visible = torch.ones(shape, dtype=torch.bool, device=query.device)
         return _attend_unfused(query, key, value, visible, options)
+    return _attend_by_sdpa(query, key, value, options, visible)
+
+
+def _attend_by_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    options: ScoreOptions,
+    visible: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+) -> Tensor:
+    """Computes attention by SDPA, by a kernel that keeps no scores if the device has one.
+
+    On CUDA, torch's flash attention takes grouped heads, but neither fp32 nor a mask. The
+    memory-efficient kernel takes both, but up to torch 2.13 no grouped heads. Keys and values are
+    therefore repeated for it; otherwise torch would make a tensor of all scores of all heads.
+
+    Takes and returns what `_attend_all` does.
+
+    is_causal: Whether a token sees only the tokens before it and itself; requires no `visible`.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    is_flash = visible is None and query.itemsize < FP32 and query.shape[-1] <= LARGEST_FLASH_HEAD
+    if query.is_cuda and repeats > 1 and not is_flash:
+        key, value = [states.repeat_interleave(repeats, dim=1) for states in (key, value)]
     return F.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=visible,
         dropout_p=options.dropout,
+        is_causal=is_causal,
         scale=options.scale,
         enable_gqa=True,
     )

@@ -16,12 +16,15 @@ After `install_attention` the forward of a transformers model takes these argume
 Without `cu_seq_lens` every row is one document, padded on the right. Generation, which passes an
 attention mask or a cache, runs transformers' SDPA.
 
-Besides attention, two kinds of layers look past a document's end.
+Three kinds of layers look past a document's end in other ways than by attending.
 
 `longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers uses
 the largest position of a batch for all rows, and its dynamic RoPE keeps the largest length that it
 has seen. A document's loss would then depend on the documents beside it. Here every token gets the
 frequencies for the length of its own document.
+
+Llama 4's layers without RoPE scale their queries by the place in the row. Here they scale by the
+position in the document.
 
 Recurrent layers (linear attention, Mamba, RWKV, xLSTM, short convolutions) carry a state from token
 to token, which must start again with each document. With the kernels' packages installed,
@@ -58,7 +61,13 @@ from finetune.distributed.model_parts import (
     trunk_of,
 )
 from finetune.errors import UserError
-from finetune.models.attention import NAME, prepare_for_packed, register, split_boundaries
+from finetune.models.attention import (
+    NAME,
+    prepare_for_packed,
+    register,
+    scale_by_position,
+    split_boundaries,
+)
 from finetune.models.attention_kernels import find_windows
 from finetune.models.routing import find_routing
 
@@ -104,6 +113,7 @@ def install_attention(
         if isinstance(part, PreTrainedModel) and part._supports_sdpa:
             part.set_attn_implementation("sdpa")
     install_document_rotary(model, sequence_group)
+    install_query_scales(model)
     install_recurrence(model)
     # implementation -> what rewrites the arguments of the language model's forward for it
     rewriters: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
@@ -493,6 +503,29 @@ def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
     if isinstance(chosen, tuple):
         return tuple(_select(is_chosen, *pair) for pair in zip(chosen, others, strict=True))
     return torch.where(is_chosen[..., None], chosen, others)
+
+
+def install_query_scales(model: Any) -> None:
+    """Makes layers that scale their queries by place scale them by position in the document.
+
+    A model without such layers stays as it is.
+
+    model: A `...ForCausalLM`, before sharding and before its layers are compiled.
+    """
+    for layer in trunk_of(model).modules():
+        attention: Any = getattr(layer, "self_attn", None)
+        is_of_transformers = type(attention).__module__.startswith("transformers.")
+        scales = is_of_transformers and getattr(attention, "attn_temperature_tuning", False)
+        if scales and not attention.use_rope:
+            scale_by_position(attention)
+            layer.register_forward_pre_hook(_pass_positions, with_kwargs=True)
+
+
+def _pass_positions(
+    _layer: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Passes a layer's position ids on to its attention, which the layer itself does not do."""
+    return args, kwargs | {"query_positions": kwargs["position_ids"]}
 
 
 @dataclass(slots=True)

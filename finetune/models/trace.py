@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from finetune.config.facts import count_chosen
 from finetune.config.families import find_family
 from finetune.config.schema import Lora
+from finetune.constants import FP32
 from finetune.distributed.model_parts import language_model_of, other_parts, trunk_of
 from finetune.errors import on_one_line
 from finetune.models.attention import NAME
@@ -269,8 +270,13 @@ def _attend_as_a_kernel(
         dtype = torch.get_autocast_dtype("cpu")
     else:
         dtype = value.dtype
+    is_by_document = dtype.itemsize >= FP32  # by `_attend_by_sdpa`; the outputs are concatenated
+    repeats = query.shape[1] // key.shape[1]
+    if is_by_document and repeats > 1:
+        key, value = [states.repeat_interleave(repeats, dim=1) for states in (key, value)]
     out: Tensor = _Kernel.apply(*(states.to(dtype) for states in (query, key, value)))  # type: ignore[no-untyped-call]
-    return out.transpose(1, 2), None
+    out = out.transpose(1, 2)
+    return out.contiguous() if is_by_document else out, None
 
 
 def _find_unit(trunk: Any) -> int:

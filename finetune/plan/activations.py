@@ -542,9 +542,11 @@ def _keys_and_values_width(architecture: Architecture, computation: Computation)
     It is counted for each token that the rank has of a row: under sequence parallelism a rank reads
     more tokens, of fewer heads.
     """
-    is_grouped = (
-        computation.grouped_attention or attends_in_blocks(architecture, computation)
-    ) and not materializes_scores(architecture, computation)
+    if attends_by_document(architecture, computation):
+        # A GPU's SDPA gets keys repeated, except in half precision without windows and images.
+        is_grouped = computation.cpu and not materializes_scores(architecture, computation)
+    else:
+        is_grouped = computation.grouped_attention or attends_in_blocks(architecture, computation)
     ranks = computation.sequence_ranks
     key_value_heads = architecture.key_value_heads
     repeats = 1

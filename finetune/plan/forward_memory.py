@@ -75,7 +75,10 @@ def answer_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     if prompts == 0:
         return
     groups = spec.ranks // (spec.stages * spec.tensor_ranks)
-    rows = min(ceil_div(prompts, groups), ANSWERS_AT_ONCE)
+    own = ceil_div(prompts, groups)
+    if spec.images is not None:  # prompts with images and those without are dealt separately
+        own += 1
+    rows = min(own, ANSWERS_AT_ONCE)
     longest = spec.recipe.data.max_length
     read = min(rows * longest, max(ANSWERED_TOKENS, longest))
     row_tokens = 2 * longest + 2

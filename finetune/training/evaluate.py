@@ -16,7 +16,6 @@ from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import unwrapped_call
 from finetune.distributed.world import RankGroup, World
-from finetune.errors import UserError
 from finetune.files.json_files import append_json_lines
 from finetune.models.documents import depends_on_length
 from finetune.models.fake_quantize import round_from_step
@@ -294,40 +293,44 @@ def answer(
         world: The ranks of the run.
         eot_tokens: Tokens that end an answer, besides those of `find_stop_tokens`.
         generation: The length of answers, and how tokens are chosen.
-
-    Raises:
-        UserError: On all ranks, if only some of them would run a sharded vision tower.
     """
     model.eval()
     groups = world.tensor_group_count
-    # Every group answers the same number of prompts: some answer one of the first prompts again.
-    rounded_count = round_up(len(prompts), groups)
-    own_indexes = range(world.tensor_group_index, rounded_count, groups)
-    own = [prompts[i % len(prompts)] for i in own_indexes]
+    order = _deal(prompts, groups)
+    own = [prompts[index] for index in order[world.tensor_group_index :: groups]]
     # Prompts are answered one by one if rotary frequencies depend on a row's length, since a batch
     # would use those of its longest row, or if cross attention reads the images of a single prompt.
     if depends_on_length(model) or reads_across(unwrap(model)):
-        batches = [[prompt] for prompt in own]
-    elif any(prompt.images for prompt in prompts):
-        batches = [own]  # so that some have images on every rank
+        size = 1
     else:
         size = _count_at_once(prompts, tokenizer, generation)
-        batches = [own[start : start + size] for start in range(0, len(own), size)]
-    have_images = [any(prompt.images for prompt in batch) for batch in batches]
-    if world.sharding.is_fsdp and any(flags != have_images for flags in world.gather(have_images)):
-        raise UserError(
-            "exact_match_samples: a rank's held-out questions have images and another's have "
-            "none, and a sharded tower runs on all ranks together; hold out rows with images "
-            "alone, or set exact_match_samples: 0"
-        )
     samples: list[Sample] = []
-    for batch in batches:
+    for start in range(0, len(own), size):
+        batch = own[start : start + size]
         samples += _generate(model, batch, tokenizer, world, eot_tokens, generation)
     by_rank = world.gather([asdict(sample) for sample in samples])
     # The ranks of a group have the same samples: those of its first rank are enough.
     ranks_per_group = world.stage_size // groups
     by_group = by_rank[::ranks_per_group][:groups]
-    return [Sample(**by_group[i % groups][i // groups]) for i in range(len(prompts))]
+    found = {
+        index: Sample(**by_group[place % groups][place // groups])
+        for place, index in enumerate(order)
+    }
+    return [found[index] for index in range(len(prompts))]
+
+
+def _deal(prompts: Sequence[Prompt], groups: int) -> list[int]:
+    """Lists the indexes of the prompts as they are dealt to `groups` groups of ranks in turn.
+
+    Prompts with images come first, and every group gets as many of them as the others: a sharded
+    vision tower runs on all ranks together. Every group gets as many prompts without images, too.
+    For that, some indexes are listed again.
+    """
+    order: list[int] = []
+    for has_images in (True, False):
+        kind = [i for i, prompt in enumerate(prompts) if bool(prompt.images) == has_images]
+        order += [kind[place % len(kind)] for place in range(round_up(len(kind), groups))]
+    return order
 
 
 def _count_at_once(prompts: Sequence[Prompt], tokenizer: Any, generation: Generation) -> int:

@@ -114,7 +114,8 @@ MASKED: dict[str, dict[str, Any]] = {
 }
 # Attention of their own, which takes no mask of documents.
 OWN_ATTENTION: dict[str, dict[str, Any]] = {"bloom": {"n_layer": 2, "n_head": 4}}
-# RoPE whose frequencies depend on the length of a document, beyond LONG tokens.
+# RoPE whose frequencies depend on the length of a document beyond LONG tokens, and queries that are scaled by their
+# position in it (Llama 4).
 LONG = 7
 LONG_CONTEXT: dict[str, dict[str, Any]] = {
     "phi3": {
@@ -138,6 +139,15 @@ LONG_CONTEXT: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
+    },
+    "llama4_text": {
+        "floor_scale": LONG,
+        "attn_scale": 2.0,
+        "no_rope_layers": [1, 0],
+        "attention_chunk_size": 2 * LONG,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "head_dim": 12,
     },
 }
 EVERY = FAMILIES | OTHERS | HYBRIDS | MASKED | OWN_ATTENTION

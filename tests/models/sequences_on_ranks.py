@@ -20,6 +20,7 @@ from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations, compile_layers
 from finetune.models.documents import install_attention
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
+from tests.models.families import LONG_CONTEXT, build, documents
 
 NO_MASK = torch.empty((0, 0, 0, 0), dtype=torch.bool)
 DOCUMENTS = (7, 1, 12, 4)  # tokens; their ends are not those of any rank's part
@@ -106,6 +107,28 @@ def check_parts(
         torch.testing.assert_close(own_sink.grad, sink.grad)
 
 
+def check_scaled_queries() -> None:
+    """Llama 4's logits of this rank's tokens, whose queries are scaled by position, against transformers' text by text."""
+    model = build("llama4_text", **LONG_CONTEXT["llama4_text"]).eval()
+    texts = [ids for ids, _ in documents(DOCUMENTS)]
+    part = sum(DOCUMENTS) // dist.get_world_size()
+    mine = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
+    with torch.no_grad():
+        expected = torch.cat(
+            [model(input_ids=text[None], use_cache=False).logits for text in texts], 1
+        )
+        install_attention(model, "auto", dist.group.WORLD)
+        found = model(
+            input_ids=torch.cat(texts)[None, mine],
+            position_ids=torch.cat([torch.arange(length) for length in DOCUMENTS])[None, mine],
+            cu_seq_lens=torch.tensor([0, *DOCUMENTS]).cumsum(0).to(torch.int32),
+            max_document_length=max(DOCUMENTS),
+            use_cache=False,
+        ).logits
+    torch.testing.assert_close(found, expected[:, mine], rtol=1e-4, atol=1e-4)
+    print("scaled queries as of transformers", flush=True)
+
+
 def check_real_model(folder: str) -> None:
     """The loss and all gradients of three real texts in one row, against transformers' own attention, text by text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -173,6 +196,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for name, options in CASES.items():
         check_attention(name, **options)
+    check_scaled_queries()
     if len(sys.argv) > 1:
         check_real_model(sys.argv[1])
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import library
+from transformers import DynamicCache
 
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
@@ -82,8 +83,9 @@ def test_every_family_packed_and_padded_gives_the_loss_and_gradients_of_one_docu
         pytest.param("flex_attention", marks=pytest.mark.slow),
     ],  # it compiles a kernel
 )
-def test_other_implementations_keep_documents_apart_too(implementation: str) -> None:
-    model, examples = build("mistral"), documents()
+@pytest.mark.parametrize("family", ["mistral", "llama4_text"])
+def test_other_implementations_keep_documents_apart_too(family: str, implementation: str) -> None:
+    model, examples = build(family, **LONG_CONTEXT.get(family, {})), documents()
     true_loss = plain_loss(model, examples)
     with torch.no_grad():
         loss = ours(model, implementation)(**packed(examples))
@@ -115,6 +117,24 @@ def test_generation_is_the_models_own_batched_with_left_padding(family: str) -> 
             relative_error(model(prompt, attention_mask=mask).logits[mask > 0], logits[mask > 0])
             <= EXACT
         )
+
+
+def test_queries_are_scaled_by_position_behind_padding_and_over_a_cache() -> None:
+    model = build("llama4_text", **LONG_CONTEXT["llama4_text"]).eval()
+    (ids, _), *_ = documents((20,))
+    found = []
+    with torch.no_grad():
+        expected = model(input_ids=ids[None], use_cache=False).logits[0]
+        rows = torch.cat([torch.zeros(6, dtype=torch.int64), ids])[None]
+        mask = rows.new_ones(rows.shape).index_fill(1, torch.arange(6), 0)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        ours(model)
+        cache = DynamicCache(config=model.config)
+        # the last token over the cache of those before it
+        for read in (slice(0, -1), slice(-1, None)):
+            arguments = rows[:, read], mask[:, : read.stop], positions[:, read], cache
+            found.append(model(*arguments, use_cache=True).logits[0])
+    assert relative_error(torch.cat(found)[6:], expected) <= GRADIENT_EXACT
 
 
 @pytest.mark.parametrize(("family", "config"), LONG_CONTEXT.items())

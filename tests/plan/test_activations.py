@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import Any
 
 import pytest
@@ -15,6 +15,8 @@ from finetune.config.layout import Fp8, MixedPrecision, Sharding
 from finetune.config.methods import Method
 from finetune.config.schema import Lora, Optimization, QuantizationAware
 from finetune.distributed.model_parts import expert_modules, local_part
+from finetune.models import attention_kernels
+from finetune.models.attention_kernels import RowDocuments, ScoreOptions, attend_documents
 from finetune.models.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
@@ -141,8 +143,11 @@ def test_activations_of_divided_experts_are_planned_within_a_tenth(family: str) 
         dist.destroy_process_group()
 
 
-def test_activations_in_fp32_on_a_gpu_are_planned_within_a_hundredth() -> None:
+def test_activations_in_fp32_on_a_gpu_are_planned_within_a_hundredth(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """No kernel there takes several documents in fp32: a CPU too runs one after another."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # keys are repeated
     measured, planned = _measured_and_planned("llama", torch.float32, cpu=False)
     assert abs(planned / measured - 1) < 0.01, planned / measured
 
@@ -379,6 +384,44 @@ def test_an_adapter_has_the_largest_rank_of_any_layer() -> None:
         for layer in range(4)
     }
     assert adapters == dict.fromkeys(range(4), 2 * 64)
+
+
+class OnGpu(torch.Tensor):
+    is_cuda = True
+
+
+def test_a_gpu_in_fp32_keeps_no_scores_but_keys_and_values_for_each_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's memory-efficient kernel, whose own operator says what it saves; it takes no grouped heads."""
+
+    def run_kernel(q: Any, k: Any, v: Any, attn_mask: Any = None, **keys: Any) -> Any:
+        assert q.shape[1] == k.shape[1] == v.shape[1]
+        del keys["enable_gqa"]
+        attend = torch.ops.aten._scaled_dot_product_efficient_attention
+        return attend(q, k, v, attn_mask, True, **keys)[0]
+
+    monkeypatch.setattr(attention_kernels.F, "scaled_dot_product_attention", run_kernel)
+    tokens = sum(DOCUMENTS)
+    states = [
+        torch.empty(1, heads, tokens, 16, device="meta", requires_grad=True).as_subclass(OnGpu)
+        for heads in (4, 2, 2)
+    ]
+    boundaries = torch.tensor([0, *accumulate(DOCUMENTS)], dtype=torch.int32)
+    documents = RowDocuments(boundaries, max(DOCUMENTS), DOCUMENTS)
+    saved: dict[Any, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attended = attend_documents(*states, documents, ScoreOptions())
+    taken = sum(each.untyped_storage().nbytes() for each in saved.values()) + attended.nbytes
+    architecture = read_architecture(CONFIG | {"model_type": "llama"}, "config.json")
+    computation = Computation(itemsize=4, document_length=max(DOCUMENTS))
+    planned = tokens * layer_bytes(architecture, computation)["attention"]
+    assert planned == pytest.approx(taken, rel=0.01)  # the kernel rounds the log-sum-exp up
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

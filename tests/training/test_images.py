@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from finetune.cli import main
 from finetune.config.pretrained import load_config, trained_config
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, Model
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import ANSWERS_AT_ONCE, IGNORE_INDEX
 from finetune.data.examples import Prompt
 from finetune.data.images import EncodedImage
 from finetune.data.prepare import prepare_data
@@ -36,7 +37,8 @@ from finetune.models.reach import freeze_unreached
 from finetune.plan.plan import make_plan
 from finetune.report.run_data import plan_run, read_run
 from finetune.session import Session
-from finetune.training.evaluate import answer
+from finetune.training import evaluate
+from finetune.training.evaluate import Sample, answer
 from finetune.units import gib
 from tests.checkpoint.test_resume import RUN, kill_after
 from tests.conftest import make_chat, make_model, slow_but
@@ -576,15 +578,40 @@ def test_the_report_counts_images(runs: Callable[..., Path], folder: Path) -> No
     assert report["sources"][0]["images"] == images > 0
 
 
-def test_held_out_images_of_some_ranks_alone_are_refused_before_a_sharded_tower_waits() -> None:
-    prompts = [Prompt([1], "a", (EncodedImage(b"an image"),)), Prompt([1], "b")]
-    world: Any = SimpleNamespace(
-        tensor_group_count=2,
-        tensor_group_index=0,
-        sharding=SimpleNamespace(is_fsdp=True),
-        gather=lambda mine: [mine, [False]],
-    )
+def test_held_out_images_are_answered_in_bounded_batches_that_need_the_tower_on_all_ranks_or_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """200 questions, of which 70 have an image, on three ranks; the answers stand in the order of the prompts."""
+    image = (EncodedImage(b"an image"),)
+    prompts = [Prompt([i], "", image if i % 20 < 7 else ()) for i in range(200)]
+    batches: list[list[Prompt]] = []
+
+    def generate(_model: Any, batch: list[Prompt], *_: Any) -> list[Sample]:
+        batches.append(batch)
+        return [Sample(str(prompt.prompt_ids[0]), "", "") for prompt in batch]
+
+    monkeypatch.setattr(evaluate, "_generate", generate)
     model: Any = nn.Module()
     model.base_model_prefix, model.config = "model", SimpleNamespace(model_type="llama")
-    with pytest.raises(UserError, match=r"another's have none.*set exact_match_samples: 0"):
-        answer(model, prompts, None, world)
+    gathered: list[Any] = []
+
+    def answer_on(rank: int) -> list[str]:
+        world: Any = SimpleNamespace(
+            tensor_group_count=3, tensor_group_index=rank, stage_size=3,
+            sharding=SimpleNamespace(is_fsdp=False),
+            gather=lambda mine: [*gathered[:rank], mine, *gathered[rank + 1 :]],
+        )  # fmt: skip
+        return [sample.prompt for sample in answer(model, prompts, None, world)]
+
+    of_ranks = []
+    for rank in range(3):
+        batches = []
+        gathered = [[asdict(Sample("", "", ""))] * 100] * 3
+        answer_on(rank)
+        of_ranks.append(batches)
+    assert len({tuple(any(p.images for p in b) for b in each) for each in of_ranks}) == 1
+    assert len(of_ranks[0]) > 1 and all(
+        len(b) <= ANSWERS_AT_ONCE for each in of_ranks for b in each
+    )
+    gathered = [[asdict(s) for b in each for s in generate(model, b)] for each in of_ranks]
+    assert answer_on(1) == [str(i) for i in range(200)]
