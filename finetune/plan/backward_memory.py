@@ -101,11 +101,11 @@ class ShardedBackward:
         return plan_updates_in_backward(self.spec)[part].temporaries
 
     @property
-    def keeps_shards(self) -> bool:
-        """Whether each unit's gradient shard takes new memory on the device.
+    def adds_shards(self) -> bool:
+        """Whether `gradients` grow by each unit's shard when the unit's backward ends.
 
-        It does not in three cases: `optim_in_backward` frees the shard at once, CPU offload moves
-        it to the host, and with several micro-batches the first one has allocated it already.
+        They do not in three cases: `optim_in_backward` frees the shard after the update, CPU
+        offload moves it to the host, and a later micro-batch adds it to the shard of the first.
         """
         in_backward = self.spec.recipe.optimization.optim_in_backward
         return (
@@ -114,7 +114,7 @@ class ShardedBackward:
 
     def end_unit(self, unit: UnitMemory) -> None:
         """Adds a unit whose reduce-scatter has run to `gradients` and `reducing_before`."""
-        if self.keeps_shards:
+        if self.adds_shards:
             self.gradients += unit.shard
         self.reducing_before = unit.reducing
 
@@ -122,8 +122,8 @@ class ShardedBackward:
 def sharded_points(
     spec: RunSpec, memory: LayoutMemory, before: Snapshot, layer_temporaries: int
 ) -> Iterator[Snapshot]:
-    """Yields the points of a backward under FSDP: the head, the layers from last to first, the
-    embedding.
+    """Yields the points of a backward under FSDP after that of the head: the reduction of the head,
+    the layers from last to first, the embedding.
 
     Args:
         spec: The run.
@@ -132,7 +132,7 @@ def sharded_points(
         layer_temporaries: Bytes of temporaries in a layer's backward.
     """
     backward = ShardedBackward(spec, memory, before, layer_temporaries, gradients=before.gradients)
-    if memory.tail_has_embedding:
+    if memory.tail_has_embedding:  # reduced with the embedding; until then every point counts this
         backward.waiting_gradient = memory.tail.unreduced
     else:
         yield from _reduction_points(
@@ -147,7 +147,8 @@ def sharded_points(
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
         name = _name_layer(done, memory.layers)
-        # Between the named layers memory changes by the same amount each time, so none is a peak.
+        # The layers in the middle have no name: from each to the next, memory changes by the same
+        # amount, so none is a peak.
         if name:
             yield from _sharded_layer(backward, done, name)
         backward.end_unit(memory.layer)
@@ -210,21 +211,23 @@ def _gathered_besides_unit(memory: LayoutMemory, layers_left: int) -> int:
 def _sharded_embedding(backward: ShardedBackward) -> Iterator[Snapshot]:
     """Yields the points of the backward and the reduction of the embedding.
 
-    If head and embedding are one unit (`tail_has_embedding`), the whole unit is reduced here.
+    If head and embedding are one unit (`tail_has_embedding`), the whole unit is reduced here. The
+    head's gradient of a tied weight waits until the embedding's, which is as large, is added to it.
     """
     spec = backward.spec
     memory = backward.memory
     unit = memory.tail if memory.tail_has_embedding else memory.embedding
     activations = _activations_after_layers(spec, spec.part.layers)
-    backward.waiting_gradient = 0  # from here on `unit.unreduced` has it
+    waiting_beside = backward.waiting_gradient if spec.part.tied else 0
     yield replace(
         backward.before,
         name="backward of the embedding",
         gradients=backward.gradients,
         activations=activations,
         gathered=unit.gathered,
-        communication=backward.reducing_before + unit.unreduced,
+        communication=backward.reducing_before + waiting_beside + unit.unreduced,
     )
+    backward.waiting_gradient = 0  # from here on `unit.unreduced` has it
     yield from _reduction_points(
         backward, "the embedding", unit, activations=activations, gathered=0, part="embedding"
     )
@@ -243,7 +246,10 @@ def _reduction_points(
 
     At the first, the unit's whole gradients are being copied into the input of the reduce-scatter.
     At the second, that input is there with the shard that comes out of it. The shard takes memory
-    at that point even if `keeps_shards` is false.
+    at that point even if `adds_shards` is false.
+
+    In a unit of the head or the embedding alone, the shard is there at the first point too: torch's
+    `foreach_reduce` holds the whole gradient of the unit's last parameter until it returns.
 
     Args:
         backward: The state of the backward.
@@ -254,6 +260,8 @@ def _reduction_points(
         part: What the unit is: "head", "layer" or "embedding".
     """
     waiting = backward.waiting_gradient
+    is_end_alone = part != "layer" and not backward.memory.tail_has_embedding
+    shard_beside = unit.shard if is_end_alone and backward.spec.shards > 1 else 0
     point = replace(
         backward.before,
         name=f"reduction of {name}",
@@ -261,7 +269,11 @@ def _reduction_points(
         activations=activations,
         gathered=gathered,
     )
-    yield replace(point, communication=waiting + unit.unreduced + unit.reducing)
+    yield replace(
+        point,
+        gradients=backward.gradients + shard_beside,
+        communication=waiting + unit.unreduced + unit.reducing,
+    )
     yield replace(
         point,
         gradients=backward.gradients + unit.shard,
@@ -302,7 +314,6 @@ def unsharded_points(
             before,
             name=f"backward of {name}",
             gathered=memory.layer.gathered + staying,
-            communication=memory.buckets,
             temporaries=layer_temporaries,
         )
         if updates_in_backward:
@@ -316,7 +327,6 @@ def unsharded_points(
         name="backward of the embedding",
         gradients=all_gradients + memory.tied_head_gradient + new_gradient,
         activations=_activations_after_layers(spec, spec.part.layers),
-        communication=memory.buckets,
     )
     if updates_in_backward:
         at_embedding = replace(
@@ -342,7 +352,6 @@ def _update_points_of_head(
             gathered=memory.bytes_until_backward(memory.layers),
             gradients=update.gradients,
             temporaries=update.temporaries,
-            communication=memory.buckets,
         )
 
 

@@ -206,7 +206,7 @@ def _has_kernel(spec: RunSpec) -> bool:
 
 
 def _most_prompts(spec: RunSpec, rows: int, completions: int, of_a_prompt: int) -> int:
-    """Counts the most prompts that `rows` completions sampled at once have.
+    """Counts the most prompts to which `rows` completions sampled at once may belong.
 
     They may begin within a prompt's completions: a rank's share of all completions begins at a
     multiple of its size, and in the share every `rows` completions are sampled at once.
@@ -217,16 +217,18 @@ def _most_prompts(spec: RunSpec, rows: int, completions: int, of_a_prompt: int) 
         completions: How many this rank samples.
         of_a_prompt: How many consecutive completions share a prompt.
     """
-    later_rows = rows if completions > rows else 0  # 0: all are sampled at once
+    # A share begins at a multiple of `share_step`, and rows a multiple of `rows_step` after that.
     if spec.data_ranks == 1:
-        share = 0  # it begins at the first completion
+        share_step = 0  # the only share begins at the first completion
     elif spec.rows_per_step % spec.data_ranks or spec.recipe.rollout.max_num_gen_batches > 1:
-        share = 1  # of any size
+        share_step = 1  # shares have any size, so they begin anywhere
     else:
-        share = completions
-    # Where rows begin is a multiple of `step` after the first completion of their prompt.
-    step = gcd(of_a_prompt, share, later_rows)
-    return ceil_div(of_a_prompt - step + rows, of_a_prompt)
+        share_step = completions
+    rows_step = rows if completions > rows else 0  # 0: the whole share is sampled at once
+    # So rows begin at a multiple of `step` within the completions of a prompt.
+    step = gcd(of_a_prompt, share_step, rows_step)
+    latest_begin = of_a_prompt - step
+    return ceil_div(latest_begin + rows, of_a_prompt)
 
 
 def scoring_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
@@ -384,7 +386,6 @@ def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Sna
         + cast_head_bytes(spec)
         + factors,
         gathered=_gathered_in_forward(spec),
-        communication=plan_layout_memory(spec).buckets,
     )
 
 

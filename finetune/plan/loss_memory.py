@@ -64,8 +64,8 @@ def compared_bytes(spec: RunSpec, queries: int) -> int:
 def loss_bytes(spec: RunSpec) -> int:
     """Bytes that the head and its loss allocate in the forward.
 
-    They are a chunk of logits, and the gradients of the head and of the hidden states, which are
-    computed in the forward. Every token counts as trained.
+    They are a chunk of logits, and the gradients of the head, or of its adapter's B, and of the
+    hidden states, which are computed in the forward. Every token counts as trained.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -75,7 +75,7 @@ def loss_bytes(spec: RunSpec) -> int:
     if spec.weighs_documents:
         head_gradient = 0
     else:
-        head_gradient = _head_gradient(spec)
+        head_gradient = _head_gradient(spec) + _adapter_gradient(spec)
     positions = spec.scored_outputs * spec.tokens
     # a copy of the hidden states at the trained positions, and its gradient
     hidden = 2 * computation.itemsize * architecture.hidden * positions
@@ -83,10 +83,7 @@ def loss_bytes(spec: RunSpec) -> int:
     exits = computation.residual_itemsize * architecture.hidden * (positions - spec.tokens)
     chunk = chunk_bytes(spec, positions)
     if head_gradient:
-        product = weight_product_bytes(
-            architecture.head_rows, architecture.hidden, positions, computation
-        )
-        chunk = max(chunk, product)
+        chunk = max(chunk, _head_product_bytes(spec, positions))
     return (
         head_gradient
         + cast_head_bytes(spec)
@@ -126,22 +123,27 @@ def _pooled_bytes(spec: RunSpec) -> int:
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
-    """Bytes that a LoRA adapter on the output head adds to the loss; 0 without one.
+    """Bytes that a LoRA adapter on the output head adds to the loss, besides B's gradient; 0
+    without one.
 
-    They are the hidden states joined with the outputs of A, what its backward needs, and B's
-    gradient.
+    A's outputs, [positions, rank], are joined to the hidden states as more columns, and the head
+    reads the joined tensor.
     """
     lora_rank = _head_adapter_rank(spec)
     if not lora_rank:
         return 0
     computation = spec.computation
     positions = spec.scored_outputs * spec.tokens
-    # A's outputs exist four times: alone, joined to the hidden states, in the copy of the trained
-    # positions, and in that copy's gradient. Of the hidden states only those in the joined tensor
-    # count here: `loss_bytes` counts those of the copy and its gradient.
-    joined = computation.residual_itemsize * (2 * lora_rank + spec.computed.hidden)
-    copied = computation.itemsize * 2 * lora_rank
-    return positions * (joined + copied) + _adapter_kept_bytes(spec) + _adapter_gradient(spec)
+    outputs = positions * lora_rank  # of A
+    joined = positions * (spec.computed.hidden + lora_rank)
+    # The joined tensor's copy at the trained positions and the gradient of that copy each have A's
+    # outputs as more columns than `loss_bytes` counts.
+    more_columns = 2 * outputs
+    return (
+        computation.residual_itemsize * (outputs + joined)
+        + computation.itemsize * more_columns
+        + _adapter_kept_bytes(spec)
+    )
 
 
 def _adapter_kept_bytes(spec: RunSpec) -> int:
@@ -294,6 +296,14 @@ def loss_chunk_bytes(
     return chunk * vocabulary * (computation.itemsize + FP32 + cast)
 
 
+def _head_product_bytes(spec: RunSpec, positions: int) -> int:
+    """`weight_product_bytes` of the trained matrix of the head: its adapter's B, or its weight."""
+    trained_columns = _head_adapter_rank(spec) or spec.computed.hidden
+    return weight_product_bytes(
+        spec.computed.head_rows, trained_columns, positions, spec.computation
+    )
+
+
 def weight_product_bytes(
     vocabulary: int, hidden: int, tokens: int, computation: Computation
 ) -> int:
@@ -384,12 +394,7 @@ def _recomputed_chunk_bytes(spec: RunSpec) -> int:
     """Bytes of a chunk of logits that the backward of log-probabilities computes again, and of
     autocast's copy of the head.
     """
-    architecture = spec.computed
-    computation = spec.computation
-    trained_columns = _head_adapter_rank(spec) or architecture.hidden
-    product = weight_product_bytes(
-        architecture.head_rows, trained_columns, spec.tokens, computation
-    )
+    product = _head_product_bytes(spec, spec.tokens)
     chunk = max(_loss_chunk_bytes(spec, spec.tokens), product)
     return chunk + cast_head_bytes(spec)
 

@@ -109,10 +109,10 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
 
 
 def _snapshot_weights(spec: RunSpec) -> Snapshot:
-    """The weights of the model and of its teacher on the device. With CPU offload there are none:
-    the host holds them.
+    """The weights of the model and of its teacher on the device, and DDP's buckets, which exist
+    from then on. With CPU offload there are no weights: the host holds them.
     """
-    weights = Snapshot("weights in place")
+    weights = Snapshot("weights in place", communication=plan_layout_memory(spec).buckets)
     if spec.sharding.cpu_offload:
         return weights
     state = spec.state()
@@ -249,8 +249,8 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     else:
         yield from unsharded_points(spec, layout, before, full.gradients, layer_temporaries)
     if not spec.recipe.optimization.optim_in_backward:
-        update = replace(full, name="optimizer step", communication=layout.buckets)
-        yield replace(update, temporaries=optimizer_step_temporaries(spec))
+        temporaries = optimizer_step_temporaries(spec)
+        yield replace(full, name="optimizer step", temporaries=temporaries)
 
 
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
@@ -260,7 +260,7 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
     `bytes_until_backward`). If they do not stay, the backward of the head prefetches the last
     layer; without sharding its buffer is 0 bytes.
     """
-    head = replace(before, activations=kept_for_backward(spec), communication=layout.buckets)
+    head = replace(before, activations=kept_for_backward(spec))
     gathered_at_both = layout.tail.gathered + layout.staying_embedding
     yield replace(
         head,

@@ -209,7 +209,7 @@ class Sampler:
             messages=batch.messages,
             first_place=0 if episodes is None else episodes.first_place,
         )
-        # The last of these turns is answered too, so one more turn may follow it.
+        # A completion may have one turn more, after the tools have answered the last calls.
         most_calling_turns = self.recipe.rollout.max_tool_calling_iterations
         return take_turns(batch.requests, sample, conversations, most_calling_turns, on_main)
 

@@ -274,9 +274,10 @@ LORAS = {
     "lora": Lora(use_peft=True),
     "adapted head": Lora(use_peft=True, lora_target_modules=("all-linear", "lm_head")),
 }
+HIGH_RANK = replace(LORAS["adapted head"], lora_r=256)
 
 
-def make_adapted_head(weight: torch.Tensor) -> torch.nn.Module:
+def make_adapted_head(weight: torch.Tensor, lora: Lora = LORAS["adapted head"]) -> torch.nn.Module:
     """peft's layer around an output head, its matrices in the type of `weight`, as FSDP2 gathers them."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -284,7 +285,7 @@ def make_adapted_head(weight: torch.Tensor) -> torch.nn.Module:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**config))
     install_loss(model)
-    add_adapters(model, LORAS["adapted head"], weight.dtype)
+    add_adapters(model, lora, weight.dtype)
     head: Any = model.lm_head.to_empty(device="cpu").to(weight.dtype)
     head.base_layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     return head  # type: ignore[no-any-return]
@@ -303,6 +304,8 @@ LOSSES = ((4096, 64, 1024), (32768, 64, 1536), (1000, 128, 4096), (128_256, 64, 
             *product(["no"], ["full"], LOSSES),
             *product(["no"], LORAS, LOSSES[:2]),
             ("bf16", "full", LOSSES[0]),
+            # B has more columns than a chunk has tokens
+            ("bf16", "high rank", (4096, 64, 64)),
         ],
         product(("bf16", "no"), LORAS, LOSSES),
     ),
@@ -318,9 +321,10 @@ def test_the_loss_allocates_what_is_planned(
     config = {"model_type": "llama", **CONFIG, "vocab_size": vocabulary, "hidden_size": hidden}
     sharding = Sharding(layout="fsdp2", mixed_precision=mixed_precision)
     spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens)
-    spec = replace(spec, recipe=replace(spec.recipe, lora=LORAS[kind]), device="cpu")
-    if kind == "adapted head":
-        compute = partial(make_adapted_head(weight), states, labels)
+    lora = LORAS.get(kind, HIGH_RANK)
+    spec = replace(spec, recipe=replace(spec.recipe, lora=lora), device="cpu")
+    if kind in ("adapted head", "high rank"):
+        compute = partial(make_adapted_head(weight, lora), states, labels)
     else:
         compute = partial(linear_cross_entropy, HeadProduct(states, weight), labels)
     assert loss_bytes(spec) == pytest.approx(allocated_peak(compute), rel=0.02)

@@ -108,6 +108,17 @@ def test_the_teachers_weights_are_those_of_the_model_that_transformers_builds() 
         assert spec.teacher_bytes == sum(2 * parameter.numel() for parameter in model.parameters())
 
 
+def test_ddps_buckets_are_there_in_every_phase_and_in_the_teachers_forward() -> None:
+    few = {"vocab_size": 512}
+    alone = make_spec(
+        SMALL | few | {"model_type": "llama"}, ranks=2, sharding=Sharding(layout="ddp")
+    )
+    spec = with_teacher(alone, LLAMA_31_8B | few)
+    phases = {phase.name: phase.peak for phase in plan_phases(spec)}
+    assert phases["evaluation"].name == "forward of the teacher"
+    assert {peak.communication for peak in phases.values()} == {4 * spec.trained_numel}
+
+
 def test_a_teacher_adds_its_shards_its_forward_and_its_time() -> None:
     alone = make_spec(LLAMA_31_8B, ranks=8, max_length=4096)
     spec = with_teacher(alone, LLAMA_31_70B)

@@ -45,6 +45,22 @@ STAYING: dict[str, tuple[str, list[str], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "a tied head's gradient beside the embedding's": (
+        "full_shard",
+        ["optim=sgd"],
+        {
+            "hidden_size": 256,
+            "intermediate_size": 768,
+            "num_hidden_layers": 8,
+            "vocab_size": 8192,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "an embedding's gradient beside its shard": (
+        "full_shard",
+        ["optim=sgd"],
+        {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 8192},
+    ),
 }
 
 

@@ -100,17 +100,20 @@ class PolicyObjective(Objective):
         """Runs the other model on all micro-batches if there is a pipeline; else returns itself.
 
         In a pipeline `measure` runs within the schedule of the stages, where a rank cannot run a
-        whole forward. It then takes the result of each micro-batch once, in their order.
+        whole forward. The copy that is returned then has an `other_model` that runs nothing: each
+        call returns the result of the next micro-batch.
         """
         if self.other_model is None or world.stages == 1:
             return self
-        results = iter(
-            [
-                self.other_model(model, micro_batch.to(world.device))
-                for micro_batch in micro_batches()
-            ]
-        )
-        return replace(self, other_model=lambda _model, _micro_batch: next(results))
+        results = [
+            self.other_model(model, micro_batch.to(world.device)) for micro_batch in micro_batches()
+        ]
+        next_results = iter(results)
+
+        def take_next(_model: nn.Module, _micro_batch: MicroBatch) -> Tensor:
+            return next(next_results)
+
+        return replace(self, other_model=take_next)
 
     def count(self, batch: StepBatch) -> int:
         """Returns the divisor of a step's summed loss, over all ranks.
