@@ -175,7 +175,7 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Nam
     """Lists the classes of rows: their names in alphabetical order.
 
     If all classes are integers of at least 0, the list is "0" to the highest one. Raises
-    `UserError` if no row has a class, or there are more than MOST_CLASSES.
+    `UserError` if no row has a class, or if rows or list have more than MOST_CLASSES.
     """
     name = source.label_column or LABEL
     values = {row.get(name) for row in rows if isinstance(row.get(name), str | int)}
@@ -191,7 +191,14 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Nam
         )
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) == len(values) and min(numbers) >= 0:
-        return tuple(str(number) for number in range(max(numbers) + 1))
+        largest = max(numbers)
+        if largest >= MOST_CLASSES:
+            raise UserError(
+                f"{source.origin}: {name}: {largest + 1:,} classes, as the largest is {largest:,}; "
+                "is it the column of the class? --label-column names another; or number the "
+                "classes from 0"
+            )
+        return tuple(str(number) for number in range(largest + 1))
     return tuple(sorted(map(str, values)))
 
 
