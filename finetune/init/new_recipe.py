@@ -529,7 +529,7 @@ def count_batch_items(data: DataSummary, keys: Keys) -> float:
     method = METHODS[keys.get("method", DEFAULT_METHOD)]
     if method.samples or method.embeds:
         return data.rows
-    row_tokens = keys["max_length"] * method.documents
+    row_tokens: int = keys["max_length"] * method.documents
     # The second document of a rated answer is another row's prompt with this answer.
     documents = 2 if method.rows == "ratings" else 1
     return documents * data.rows * data.mean_tokens / row_tokens
