@@ -44,8 +44,8 @@ def load_recipe(
     """Reads a recipe from a file, from keys, or from a file whose keys are partly replaced.
 
     Args:
-        recipe: A file, or a name in recipes/; None takes `keys` alone. Paths in the file are
-            relative to the file; paths in `keys` are relative to the current folder.
+        recipe: A file, or a name in recipes/; None takes `keys` alone. Paths are
+            looked for in the current folder; those in the file then in the file's folder too.
         model: A model of transformers in place of model_name_or_path; it is written to a folder.
             Unless tokenizer_name_or_path is given, the tokenizer is the one of the folder or hub
             name from which the model was loaded.

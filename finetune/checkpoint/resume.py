@@ -37,6 +37,7 @@ from finetune.checkpoint.shards import (
     set_optimizer_state,
 )
 from finetune.config.keys import keys_of, leaves
+from finetune.config.optimization import OPTIMIZERS
 from finetune.config.pretrained import find_adapter
 from finetune.config.reader import to_dict
 from finetune.config.reward_names import SHIPPED_REWARDS
@@ -515,9 +516,11 @@ def _refuse_another_run(
 ) -> None:
     """Raises `UserError` if changes since the checkpoint make this another run; else prints them.
 
-    With the recipe's `allow_changed_recipe`, all changes are only printed.
+    With the recipe's `allow_changed_recipe`, all changes are only printed, except one to an
+    optimizer that cannot read the checkpoint's state.
     """
     state = read_state(checkpoint)
+    _refuse_other_optimizer(checkpoint, state["recipe"].get("optim"), recipe.optimization.optim)
     deciding, harmless = compare_to_saved(state, recipe, inputs)
     rows_then = state["global_batch_size"]
     rows_now = compute_global_batch_size(recipe.batch, ranks)
@@ -537,6 +540,19 @@ def _refuse_another_run(
         )
     for change in deciding + harmless:
         print(f"resuming with a changed recipe: {change}")
+
+
+def _refuse_other_optimizer(checkpoint: Path, then: str | None, now: str) -> None:
+    """Raises `UserError` if the optimizer `now` cannot read the state that `then` has saved.
+
+    An optimizer that is not known here, such as one of another version, is not compared.
+    """
+    saved = OPTIMIZERS.get(str(then))
+    if saved is not None and saved.saved_state != OPTIMIZERS[now].saved_state:
+        raise UserError(
+            f"{checkpoint}: optim: {then} -> {now}: {now} cannot read the state that {then} has "
+            "saved; set it back, or set another output_dir to start from this checkpoint's weights"
+        )
 
 
 def _find_newest(run_folder: Path) -> Path:

@@ -39,6 +39,8 @@ class OptimizerFacts:
     count_state: Callable[[Shape, int], int]
     # the same in a checkpoint; None: as in memory
     count_saved: Callable[[Shape, int], int] | None = None
+    # the kind of state in a checkpoint: optimizers of the same kind resume each other's
+    saved_state: str = "two moments"
     # the same for the matrices of layers; None: as for other parameters
     count_matrix: Callable[[Shape, int], int] | None = None
     # bytes of a number of a moment under `optim_offload: nvme`; None: those of the parameter
@@ -145,6 +147,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
             "Trainer has it; not under FSDP1"
         ),
         count_state=_count_rows_and_columns,
+        saved_state="rows and columns",
         update_copies=3,  # the square, the update and the moved weights
         reads_betas=False,
         conflicts={
@@ -166,6 +169,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
             "embedding, the head and vectors: 4 bytes a parameter of a layer; not under FSDP1"
         ),
         count_state=_count_adam,
+        saved_state="one moment of matrices",
         count_matrix=lambda shape, itemsize: itemsize * prod(shape),
         momentum=0.95,
         # the update in fp32, and in bf16 before and after it is orthogonalized
@@ -190,6 +194,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     "sgd": OptimizerFacts(
         help="keeps nothing",
         count_state=lambda shape, itemsize: 0,
+        saved_state="none",
         update_copies=1,
         reads_betas=False,
         decouples_decay=False,

@@ -75,10 +75,12 @@ def find_origin(folder: Path) -> Path | None:
 
     Returns None if `folder` is no checkpoint's model/, or the base has no weights on this machine.
     """
-    base = read_json_object(folder.parent / "state.json").get("base_model")
+    state = read_json_object(folder.parent / "state.json")
+    base = state.get("base_model")
+    recipe = state.get("recipe")
     base_folder = None
-    if isinstance(base, str):
-        base_folder = find_local_folder(base)
+    if isinstance(base, str) and isinstance(recipe, dict):
+        base_folder = find_local_folder(base, recipe.get("model_revision"))
     if base_folder is not None and any(base_folder.glob("*.safetensors")):
         return base_folder
     return None

@@ -55,6 +55,7 @@ from finetune.init.new_recipe import (
     Trained,
     choose_max_length,
     compose_recipe,
+    count_batch_items,
     find_kind,
     fit_recipe,
     inspect_command,
@@ -192,14 +193,13 @@ def init_command(options: argparse.Namespace) -> int:
         "my_recipe.yaml",
         read=lambda output: _check_output(output, options.overwrite),
     )
-    keys, packed_rows = _choose_keys(model, config, data)
+    keys = _choose_keys(model, config, data)
     if method.get("method") in REWARDED:
         method["max_completion_length"] = keys["max_length"] // 2
     if options.chat_template is not None:
         keys["chat_template"] = options.chat_template
-    if data.kind == "retrieval":
-        packed_rows = data.rows  # a step draws these rows, not full rows of packed ones
-    fit = fit_recipe(keys | method, packed_rows, hardware, trained)
+    keys |= method
+    fit = fit_recipe(keys, count_batch_items(data, keys), hardware, trained)
     recipe = _write_recipe(Path(output), compose_recipe(data, fit, hardware, output))
     findings = check_sample(recipe, data)
     template = None
@@ -675,11 +675,8 @@ def _read_gpu_count(text: str) -> int:
     return int(text)
 
 
-def _choose_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[Keys, float]:
-    """Chooses the recipe keys that do not depend on the hardware.
-
-    Returns (keys, number of full rows of `max_length` tokens into which the data would be packed).
-    """
+def _choose_keys(model: str, config: dict[str, Any], data: DataSummary) -> Keys:
+    """Chooses the recipe keys that do not depend on the method or the hardware."""
     positions = find_positions(config)
     max_length = choose_max_length(data, positions if positions and positions > 1 else None)
     entry = {
@@ -695,7 +692,7 @@ def _choose_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple
     }
     if data.is_counted and data.rows >= 40:
         keys["eval_split_size"] = min(200, data.rows // 20)
-    return keys, data.rows * data.mean_tokens / max_length
+    return keys
 
 
 def _write_recipe(path: Path, text: str) -> Recipe:

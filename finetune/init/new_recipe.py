@@ -175,7 +175,7 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Nam
     """Lists the classes of rows: their names in alphabetical order.
 
     If all classes are integers of at least 0, the list is "0" to the highest one. Raises
-    `UserError` if no row has a class, or there are more than MOST_CLASSES.
+    `UserError` if no row has a class, or if rows or list have more than MOST_CLASSES.
     """
     name = source.label_column or LABEL
     values = {row.get(name) for row in rows if isinstance(row.get(name), str | int)}
@@ -191,7 +191,14 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Nam
         )
     numbers = [value for value in values if isinstance(value, int)]
     if len(numbers) == len(values) and min(numbers) >= 0:
-        return tuple(str(number) for number in range(max(numbers) + 1))
+        largest = max(numbers)
+        if largest >= MOST_CLASSES:
+            raise UserError(
+                f"{source.origin}: {name}: {largest + 1:,} classes, as the largest is {largest:,}; "
+                "is it the column of the class? --label-column names another; or number the "
+                "classes from 0"
+            )
+        return tuple(str(number) for number in range(largest + 1))
     return tuple(sorted(map(str, values)))
 
 
@@ -361,16 +368,16 @@ class Fit:
     changes: tuple[tuple[str, str], ...]
 
 
-def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None) -> Fit:
+def fit_recipe(given: Keys, batch_items: float, hardware: Hardware, trained: Trained | None) -> Fit:
     """Chooses recipe keys that fit `hardware` and contain those `given` (such as model and data).
 
     If `trained` is None, all parameters are trained if that fits without changes, else LoRA. The
     last way to train is also tried with the changes that the plan advises.
 
-    `packed_rows`: full rows of max_length tokens in the data, which bound the batch size. Raises
+    `batch_items`: what `count_batch_items` returned, which bounds the batch size. Raises
     `UserError` if nothing makes the recipe fit.
     """
-    candidates = _list_candidates(given, packed_rows, hardware, trained)
+    candidates = _list_candidates(given, batch_items, hardware, trained)
     for way, keys in candidates:
         plan = _make_plan(keys, hardware)
         need = count_need(plan.spec)
@@ -382,12 +389,12 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
 
 
 def _list_candidates(
-    given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None
+    given: Keys, batch_items: float, hardware: Hardware, trained: Trained | None
 ) -> list[tuple[Trained, Keys]]:
     """Lists the ways to train, (what is trained, recipe keys), in the order to try them."""
     method = METHODS[given.get("method", DEFAULT_METHOD)]
     largest_batch = PAIRS_OF_STEP if method.embeds else GLOBAL_BATCH_SIZE
-    batch = _choose_batch(packed_rows, hardware, largest_batch)
+    batch = _choose_batch(batch_items, hardware, largest_batch)
     base = given | {"accelerate_config": ACCELERATE_CONFIG, **batch}
     keys: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
     if trained is None:
@@ -459,13 +466,13 @@ def _too_little_disk(given: Keys, need: Need, hardware: Hardware) -> UserError:
     return UserError(f"{needed}; make room, or say with --disk how much there will be")
 
 
-def _choose_batch(packed_rows: float, hardware: Hardware, largest: int) -> Keys:
+def _choose_batch(batch_items: float, hardware: Hardware, largest: int) -> Keys:
     """Chooses the keys of the batch size: at most `largest`, and at least STEPS_AN_EPOCH steps.
 
     The size is rounded up to a multiple of the ranks, so that none gets a filler row; that may
     exceed `largest`.
     """
-    size = min(largest, max(1, int(packed_rows) // STEPS_AN_EPOCH))
+    size = min(largest, max(1, int(batch_items) // STEPS_AN_EPOCH))
     return {"global_batch_size": round_up(size, hardware.ranks), "per_device_train_batch_size": 1}
 
 
@@ -514,6 +521,20 @@ def choose_max_length(data: DataSummary, positions: int | None) -> int:
     return length if positions is None else min(length, positions)
 
 
+def count_batch_items(data: DataSummary, keys: Keys) -> float:
+    """Counts what the steps of an epoch draw: prompts, queries, or full rows of packed documents.
+
+    `keys`: the recipe's, with `max_length` and `method`.
+    """
+    method = METHODS[keys.get("method", DEFAULT_METHOD)]
+    if method.samples or method.embeds:
+        return data.rows
+    row_tokens: int = keys["max_length"] * method.documents
+    # The second document of a rated answer is another row's prompt with this answer.
+    documents = 2 if method.rows == "ratings" else 1
+    return documents * data.rows * data.mean_tokens / row_tokens
+
+
 def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> str:
     """Writes the recipe's YAML. `file`: the recipe's path, for the commands in its first lines."""
     keys = fit.keys
@@ -530,11 +551,7 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         worsens = "rises"
     if method.embeds:
         batch_items = "queries with their documents"
-    if method.samples or method.embeds:
-        items_per_epoch = data.rows
-    else:
-        items_per_epoch = data.rows * data.mean_tokens / keys["max_length"]  # packed rows
-    steps = keys["num_train_epochs"] * items_per_epoch / keys["global_batch_size"]
+    steps = keys["num_train_epochs"] * count_batch_items(data, keys) / keys["global_batch_size"]
     # about ten evaluations and saves in the run; in a long one, after a multiple of 10 steps
     interval = max(1, round(steps / 10, -1 if steps > 200 else 0))
     lines = [
@@ -721,15 +738,17 @@ def _explain_length(data: DataSummary, max_length: int, method: MethodFacts) -> 
         return "tokens of a document; rows with a longer one are dropped, and counted"
     if data.format == "text":
         return "tokens in a row; longer texts are split"
+    if method.compares:
+        held = f"a row holds {method.documents} times as many"
+        counted_tokens = f"tokens of each answer with its prompt ({held})"
+    else:
+        counted_tokens = "tokens in a row of several examples"
     if data.longest_tokens > max_length:
         return (
-            f"tokens in a row; some have about {data.longest_tokens:,} and are cut, see finetune "
+            f"{counted_tokens}; some have about {data.longest_tokens:,} and are cut, see finetune "
             "inspect"
         )
-    return (
-        "tokens in a row of several examples; 99% of them have fewer than about "
-        f"{data.longest_tokens:,}"
-    )
+    return f"{counted_tokens}; 99% of them have fewer than about {data.longest_tokens:,}"
 
 
 def _describe_advised(fit: Fit) -> Iterator[str]:

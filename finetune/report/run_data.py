@@ -18,11 +18,12 @@ import yaml
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.reader import read_recipe
-from finetune.config.schema import Recipe, recipe_keys
+from finetune.config.schema import Model, Recipe, recipe_keys
 from finetune.config.yaml_file import read_yaml
-from finetune.constants import RATIO_SHARES
+from finetune.constants import CONFIG_FILE, RATIO_SHARES
 from finetune.errors import UserError
 from finetune.files.json_files import load_json, read_json_lines, read_json_object
+from finetune.files.network import find_local_folder
 from finetune.files.phases import PHASE, PHASES, seconds_by_phase
 from finetune.files.run_files import (
     BENCHMARKS,
@@ -189,26 +190,36 @@ def read_run(folder: Path) -> RunRecord:
 def plan_run(run: RunRecord) -> Plan | None:
     """Plans the run from its folder.
 
-    Returns None if the number of ranks is unknown, or its model, recipe or layout cannot be read.
+    Returns None if the number of ranks is unknown, if its model, recipe or layout cannot be read,
+    or if a rule needs the model's files and they are not on this machine.
     """
     ranks = run.environment.get("ranks")
     if not isinstance(ranks, int):
         return None
     try:
         recipe = read_recipe(str(run.folder / RECIPE))
-        configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
-        if configs:  # the model's own folder may be gone, and the hub unreachable
-            config = _read_mapping(configs[-1])
-            model = replace(
-                recipe.model, model_name_or_path=None, model_config=config, drop_vision=False
-            )
-            recipe = replace(recipe, model=model)
+        recipe = replace(recipe, model=_find_readable_model(run, recipe.model))
         sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
         on_cpu = str(run.environment.get("device", "")).startswith("CPU")
         images = _find_images(run, recipe)
         return make_plan(recipe, sharding, ranks, on_cpu=on_cpu, images=images)
     except UserError:
         return None
+
+
+def _find_readable_model(run: RunRecord, model: Model) -> Model:
+    """Returns `model` if its config is on this machine, else with the config of a checkpoint.
+
+    The model's own config comes first, because rules refuse what needs files, such as a reference,
+    for a model that has only a config. Returns `model` too if the run has no checkpoint.
+    """
+    name = model.model_name_or_path
+    folder = None if name is None else find_local_folder(name, model.model_revision)
+    configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
+    if not configs or (folder is not None and (folder / CONFIG_FILE).is_file()):
+        return model
+    config = _read_mapping(configs[-1])
+    return replace(model, model_name_or_path=None, model_config=config, drop_vision=False)
 
 
 def list_data_sources(run: RunRecord) -> list[Mapping[str, Any]]:

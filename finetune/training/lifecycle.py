@@ -39,7 +39,13 @@ from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.merge_choice import write_comparison_rows
-from finetune.files.durable import replace_file, restore_exports, restore_folder, try_writing
+from finetune.files.durable import (
+    hash_json,
+    replace_file,
+    restore_exports,
+    restore_folder,
+    try_writing,
+)
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.phases import Phases
 from finetune.files.run_files import drop_later_lines
@@ -131,27 +137,35 @@ def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World
     may_ask = asks_for_date(tokenizer) or bool(recipe.rollout.reward_models)
     if recipe.data.chat_template_date is not None or not may_ask:
         return recipe
-    day = RankGroup(world).on_main(lambda: _find_first_day(folder))
+    template = hash_json(tokenizer.chat_template)
+    day = RankGroup(world).on_main(lambda: _find_first_day(folder, template))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))
 
 
-def _find_first_day(folder: Path) -> str | None:
-    """Returns the day in the recipe.yaml of a run's folder, or in its newest readable checkpoint;
-    today if it has neither yet.
+def _find_first_day(folder: Path, template: str) -> str | None:
+    """Returns the day in the recipe.yaml of a run's folder, else in its newest readable checkpoint;
+    today if there is no such checkpoint, or if it has no day and was saved under another template.
 
-    A script's session writes no recipe.yaml. Returns None if an older version wrote the file,
+    A script's session writes no recipe.yaml. Returns None if an older version saved the checkpoint,
     without a day.
+
+    `template`: the hash of the chat template, as `fingerprint_inputs` returns it.
     """
     run_recipe = folder / RECIPE
-    day: str | None = date.today().isoformat()
     if run_recipe.is_file():
         try:
-            return read_yaml(run_recipe).get("chat_template_date")
+            first_day: str | None = read_yaml(run_recipe).get("chat_template_date")
         except UserError as error:
             raise UserError(f"{error}; set chat_template_date to the run's day") from None
+        if first_day is not None:  # else the run's template did not ask for a date
+            return first_day
+    today = date.today().isoformat()
+    day: str | None = today
     for _, checkpoint in list_checkpoints(folder):
         with suppress(ValueError):  # damaged
-            day = read_state(checkpoint)["recipe"].get("chat_template_date")
+            state = read_state(checkpoint)
+            is_same = state.get("inputs", {}).get("chat_template") in (None, template)
+            day = state["recipe"].get("chat_template_date") or (None if is_same else today)
     return day
 
 

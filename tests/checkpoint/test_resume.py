@@ -186,6 +186,12 @@ def test_what_a_recipe_may_change_on_the_way(place: Place) -> None:
     assert "learning_rate: 0.001 -> 0.0001" in taken.outputs[0]
     assert [line["step"] for line in metrics(run_folder)] == list(range(1, longer + 1))
 
+    refused = place.run("changed", "single", 1, optim="sgd", allow_changed_recipe=True)
+    assert refused.returncodes == (2,)
+    sentence = "optim: adamw_torch_fused -> sgd: sgd cannot read the state that adamw_torch_fused"
+    assert sentence in refused.outputs[0]
+    assert "resuming with a changed recipe" not in refused.outputs[0]
+
     rows = (place.root / "chat.jsonl").read_text()
     (place.root / "chat.jsonl").write_text(rows.replace("0", "1"))
     refused = place.run("changed", "single", 1, max_steps=longer, learning_rate=1e-4)

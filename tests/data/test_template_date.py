@@ -17,6 +17,7 @@ from finetune.data.paid_text import read_reward_texts
 from finetune.data.token_store import cache_key
 from finetune.data.tokenizer import Renderer, add_variables, apply_template, make_renderer
 from finetune.errors import UserError
+from finetune.files.durable import hash_json
 from finetune.training import lifecycle
 from finetune.training.lifecycle import encode_prompt, fix_template_date
 from tests.conftest import make_tokenizer
@@ -106,6 +107,9 @@ def test_a_run_keeps_the_day_on_which_it_began(
     assert fixed_on("2026-01-31", paid, make_tokenizer()) == "2026-01-31", "its template may ask"
     assert fixed_on("2026-01-31", recipe_with("2024-07-26"), dated) == "2024-07-26"
     assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31"
+    write_recipe(recipe_with(), tmp_path / "recipe.yaml")  # its template asked for no date
+    assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31", "no step is saved yet"
+    (tmp_path / "recipe.yaml").unlink()
     saved = tmp_path / "checkpoints" / "step-00000001"
     saved.mkdir(parents=True)
     counts = ("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best")
@@ -119,10 +123,13 @@ def test_a_run_keeps_the_day_on_which_it_began(
     assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-30", "of a script's session"
     write_recipe(recipe_with("2026-01-31"), tmp_path / "recipe.yaml")
     assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-31"
-    (tmp_path / "recipe.yaml").write_text(
-        "model_name_or_path: a model\n"
-    )  # of a version that fixed no day
-    assert fixed_on("2026-02-01", recipe_with(), dated) is None
+    (tmp_path / "recipe.yaml").write_text("model_name_or_path: a model\n")
+    for template, day in ((None, None), (dated, None), (make_tokenizer(), "2026-02-01")):
+        inputs = template and {"chat_template": hash_json(template.chat_template)}
+        state |= {"inputs": inputs or {}, "recipe": to_dict(recipe_with())}
+        (saved / "state.json").write_text(json.dumps(state))
+        # of a version that fixed no day, or of another template, which asked for none
+        assert fixed_on("2026-02-01", recipe_with(), dated) == day
     (tmp_path / "recipe.yaml").write_text("- torn")
     with pytest.raises(UserError, match="set chat_template_date to the run's day"):
         fixed_on("2026-02-01", recipe_with(), dated)

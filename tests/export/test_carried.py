@@ -29,6 +29,7 @@ from finetune.export.publish import ExportOptions
 from finetune.export.source import Source
 from finetune.export.target import describe_target
 from finetune.export.write import plan_weights
+from finetune.files.run_files import find_origin
 from finetune.files.tensors import header_bytes, read_folder
 from finetune.models.carried import make_prediction_filter
 from finetune.session import Session
@@ -431,6 +432,23 @@ def test_a_run_from_a_checkpoint_carries_what_that_one_s_base_has(tmp_path: Path
     (second,) = train(recipe_of(tmp_path, checkpoint, output_dir=str(tmp_path / "second")))
     exported = load_file(export(second, tmp_path / "out", log=lambda _: None) / "model.safetensors")
     assert all(torch.equal(exported[name], value) for name, value in beside.items())
+
+
+def test_the_base_of_a_checkpoint_is_that_of_its_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    cached = tmp_path / "hub" / "models--some--base"
+    (cached / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "a" * 40), ("v2", "b" * 40)):
+        snapshot = cached / "snapshots" / commit
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").touch()
+        (snapshot / "model.safetensors").touch()
+        (cached / "refs" / revision).write_text(commit)
+        state = {"base_model": "some/base", "recipe": {"model_revision": revision}}
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        assert find_origin(tmp_path / "model") == snapshot
 
 
 def test_other_formats_say_what_they_hold(tmp_path: Path) -> None:

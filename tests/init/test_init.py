@@ -733,6 +733,28 @@ def test_other_heads_are_recognized_by_the_columns(
     assert "80 rows read, 0 skipped" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("method", ["dpo", "kto", "reward"])
+def test_intervals_are_tenths_of_the_steps_into_which_pairs_are_packed(
+    method: str, tmp_path: Path, init: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row has room for max_length tokens of each document of a pair."""
+    model = make_model(tmp_path / "model")
+    pair = {"prompt": "What? " * 30, "chosen": "This. " * 10, "rejected": "That. " * 10}
+    data = write_rows(
+        tmp_path / "rows.jsonl",
+        *(pair | {"prompt": pair["prompt"] + f"{n:04}"} for n in range(1400)),
+    )
+    init("--model", model, "--data", data, "--gpus", 0, "--method", method)
+    text = (tmp_path / "r.yaml").read_text()
+    assert ("(a row holds 2 times as many)" in text) == (method != "reward")
+    keys = yaml.safe_load(text)
+    capsys.readouterr()
+    assert main(["inspect", "--recipe", str(tmp_path / "r.yaml"), "--rows", "0"]) == 0
+    (steps,) = re.findall(r"([\d,]+) steps on one rank", capsys.readouterr().out)
+    tenth = keys["num_train_epochs"] * int(steps.replace(",", "")) / 10
+    assert keys["save_steps"] == pytest.approx(tenth, rel=0.2)
+
+
 def test_a_column_that_holds_no_classes_is_a_sentence(
     tmp_path: Path, init: Callable[..., str]
 ) -> None:
@@ -742,5 +764,10 @@ def test_a_column_that_holds_no_classes_is_a_sentence(
     )
     asked = ("--model", model, "--data", data, "--gpus", 0)
     assert "label: 200 classes in 200 rows; is it the column" in init(*asked, code=2)
+    numbered = write_rows(
+        tmp_path / "numbered.jsonl", *({"text": f"{n}", "label": n} for n in (10, 20, 99_999))
+    )
+    said = init("--model", model, "--data", numbered, "--gpus", 0, code=2)
+    assert "label: 100,000 classes, as the largest is 99,999; is it the column" in said
     asked = ("--model", model, "--data", data, "--gpus", 0, "--label-column", "kind")
     assert "kind: no class; its columns are text, label, and" in init(*asked, code=2)

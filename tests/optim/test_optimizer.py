@@ -48,6 +48,19 @@ def test_every_optimizer_of_the_table_can_be_made() -> None:
     )
 
 
+def test_optimizers_of_one_saved_state_keep_tensors_of_the_same_names() -> None:
+    kinds = {}
+    for optim, facts in OPTIMIZERS.items():
+        model = nn.ModuleDict({"layer": nn.Linear(128, 64)})
+        optimizer = build_optimizer(model, Optimization(optim=optim))  # type: ignore[arg-type]
+        model["layer"](torch.randn(3, 128)).sum().backward()
+        optimizer.step()
+        names = {tuple(sorted(optimizer.state[parameter])) for parameter in model.parameters()}
+        kinds.setdefault(facts.saved_state, set()).add(frozenset(names))
+    assert [len(each) for each in kinds.values()] == [1] * len(kinds)
+    assert len(set.union(*kinds.values())) == len(kinds), "kinds that differ in nothing"
+
+
 def rates_of(recipe: Recipe) -> list[float]:
     """The learning rate of every step."""
     schedule = recipe.optimization.schedule(STEPS)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from finetune.cli import main
+from finetune.config.reader import read_recipe
 from finetune.report.page import render_page
-from finetune.report.run_data import read_run
+from finetune.report.run_data import plan_run, read_run
 from tests.conftest import make_chat
 from tests.ranks import run_python
 from tests.report.browser import look
@@ -232,6 +233,30 @@ def test_what_a_run_says_is_shown_and_never_run(
     assert "Tell me a story." in prompts and "Expected" not in prompts and "Once, at 60." in prompts
     assert "Six?" in questions and "Tell me a story." not in questions
     assert re.search(r"<td>chat.jsonl</td><td class=\"number\">2,417</td>", text)
+
+
+def test_a_run_whose_reference_is_read_from_files_has_its_plan(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A checkpoint's config alone names no files, and a rule refuses a reference without any."""
+    keys = {"method": "grpo", "rewards": ["length"], "max_completion_length": 16}
+    bytes_by_beta = {}
+    for beta in (0.0, 0.1):
+        recipe = tiny_recipe(**keys, beta=beta)
+        model = Path(read_recipe(str(recipe)).model.model_name_or_path or "")
+        folder = make_run(tmp_path / str(beta), recipe)
+        saved = folder / "checkpoints" / f"step-{STEPS:08d}" / "model"
+        saved.mkdir()
+        shutil.copy(model / "config.json", saved)
+        plan = plan_run(read_run(folder))
+        assert plan is not None
+        bytes_by_beta[beta] = plan.peak_bytes
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert bytes_by_beta[0.1] - bytes_by_beta[0.0] > weights / 8  # the reference's shard of 2 ranks
+    kept = tmp_path / "0.0" / "recipe.yaml"
+    kept.write_text(kept.read_text().replace(str(model), "nobody/on-no-hub"))
+    again = plan_run(read_run(tmp_path / "0.0"))
+    assert again is not None and again.peak_bytes == bytes_by_beta[0.0]
 
 
 def test_a_run_in_progress_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
