@@ -220,6 +220,12 @@ def launch_script(
     if file is not None and options.num_processes is None:
         _report_unread_ranks(file, ranks)
     _, sharding = _check_recipes(recipe, sharding, ranks)
+    if sharding.num_machines > 1:
+        raise UserError(
+            f"{sharding.place_of('num_machines')}: num_machines: {sharding.num_machines}: "
+            "`finetune launch` starts the ranks of one machine; `accelerate launch` on each "
+            "machine starts those of several (docs/clusters.md)"
+        )
     arguments = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
     arguments += more_arguments
     # The precision is passed as an option too: with `mixed_precision: no` in the file, which YAML
@@ -287,8 +293,11 @@ def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) 
         "0",
     ]
     launcher_options += ["--mixed_precision", precision]
-    if config and config.suffix != ".json":  # .json is DeepSpeed's own file, not Accelerate's
-        launcher_options += ["--config_file", str(config)]
+    # .json is DeepSpeed's own file, not Accelerate's. Without a file Accelerate would take the one
+    # that `accelerate config` wrote; the file of `single` passes nothing to the ranks.
+    if config is None or config.suffix == ".json":
+        config = ACCELERATE_CONFIGS / "single.yaml"
+    launcher_options += ["--config_file", str(config)]
     try:
         arguments, _, _ = _validate_launch_command(
             launch_command_parser().parse_args([*launcher_options, *script])
@@ -350,13 +359,17 @@ def _describe_end(code: int) -> str:
 def _forward_to_children() -> Iterator[None]:
     """Forwards the signals in FORWARDED to the ranks in this block, instead of ending this process.
 
-    The launcher then waits for the ranks, which save and report how they ended.
+    The launcher then waits for the ranks, which save and report how they ended. Without a rank,
+    SIGTERM and SIGINT end this process.
     """
     import psutil
 
     def forward(number: int, _frame: object) -> None:
-        for child in psutil.Process().children():
-            child.send_signal(number)
+        ranks = psutil.Process().children()
+        for rank in ranks:
+            rank.send_signal(number)
+        if not ranks and number != signal.SIGUSR1:
+            raise SystemExit(128 + number)
 
     before: dict[signal.Signals, Callable[..., object] | int | None] = {
         number: signal.signal(number, forward) for number in FORWARDED

@@ -182,6 +182,56 @@ def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> N
     ]
 
 
+def test_the_users_own_default_of_accelerate_is_not_read(tmp_path: Path) -> None:
+    """`accelerate config` writes one. Accelerate passes its ranks a layout by these variables, and none is asked for."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os\n"
+        "given = {k: v for k, v in os.environ.items() if k.startswith(('ACCELERATE_', 'FSDP_'))}\n"
+        "given = {k: v for k, v in given.items() if 'DYNAMO' not in k}\n"
+        "os.write(1, (json.dumps(given, sort_keys=True) + chr(10)).encode())\n"  # a line in one piece
+    )
+    program = (
+        "import sys; from pathlib import Path; from finetune.run import _launch\n"
+        "config = Path(sys.argv[1]) if sys.argv[1] else None\n"
+        f"sys.exit(_launch(2, config, 'no', [{str(script)!r}]))\n"
+    )
+    own = tmp_path / "cache" / "accelerate" / "default_config.yaml"
+    own.parent.mkdir(parents=True)
+    own.write_text(
+        "distributed_type: FSDP\nnum_machines: 2\nmachine_rank: 1\ngpu_ids: '0'\n"
+        "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n"
+    )
+    for config in ("", "deepspeed.json"):  # which the ranks read themselves
+        home = ("env", f"HF_HOME={tmp_path / 'cache'}")
+        ended = run_command((*home, "python", "-c", program, config))
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.splitlines() == ['{"ACCELERATE_MIXED_PRECISION": "no"}'] * 2
+
+
+def test_a_launch_does_not_wait_for_other_machines(tmp_path: Path) -> None:
+    config = tmp_path / "two.yaml"
+    config.write_text("distributed_type: MULTI_GPU\nmixed_precision: no\nnum_machines: 2\n")
+    command = (*FINETUNE, "launch", "--num-processes", "2", "--config", str(config))
+    code, said = answer(*command)
+    assert code == EXIT_USER_ERROR
+    assert said.startswith(
+        f"{config}:3: num_machines: 2: `finetune launch` starts the ranks of one "
+    )
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_before_the_ranks_start_ends_the_launcher(name: str) -> None:
+    program = (
+        "import os, signal, sys; from finetune.run import _forward_to_children\n"
+        "with _forward_to_children():\n"
+        "    os.kill(os.getpid(), signal.SIGUSR1)\n"  # asks ranks for a save: there is nothing to save
+        f"    os.kill(os.getpid(), signal.{name})\n"
+        "    sys.exit('swallowed')\n"
+    )
+    assert run_command(("python", "-c", program)).returncode == 128 + getattr(signal, name)
+
+
 def test_a_bad_row_is_reported_alone(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text(

@@ -17,6 +17,7 @@ import yaml
 
 from finetune.cli import read_arguments
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.reader import read_recipe
 from tests.ranks import ROOT
 
@@ -143,3 +144,19 @@ def test_the_dockerfile_copies_what_there_is_and_all_that_the_package_is_made_of
     copied = [word for line in re.findall(r"^COPY (.*)$", text, re.M) for word in line.split()[:-1]]
     assert all((ROOT / name).exists() for name in copied)
     assert {"pyproject.toml", "README.md", "finetune", "recipes", "accelerate_configs"} <= {*copied}
+
+
+def test_the_files_of_the_page_on_clusters_fit_its_ranks(tmp_path: Path) -> None:
+    """Slurm and Kubernetes start 2 x 8 ranks; a file of one's own is on the page, named in its first line."""
+    page = (ROOT / "docs" / "clusters.md").read_text("utf-8")
+    written = dict(re.findall(r"```yaml\n# (\S+)\n(.*?)```", page, re.DOTALL))
+    used = re.findall(r"--config_file (\S+)(?=[^`]*?--recipe llama31_8b_full)", page)
+    assert len(used) == 2, "one of Slurm, one of Kubernetes"
+    recipe = read_recipe("llama31_8b_full")
+    for name in used:
+        file = ROOT / name
+        if name in written:
+            file = tmp_path / name
+            file.write_text(written[name])
+        sharding = read_sharding(str(file), None, {"WORLD_SIZE": "16"})
+        refuse_problems(find_problems(recipe, sharding, None, 16))

@@ -342,16 +342,21 @@ def describe_sizes(sizes: Mapping[str, int]) -> str:
     )
 
 
-def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
+def to_accelerate_config(sharding: Sharding, ranks: int, machines: int = 1) -> dict[str, Any]:
     """Returns the layout as an Accelerate config with every key filled in.
 
-    It is the content of accelerate.yaml in a run's folder. `ranks`: ranks of the run.
+    It is the content of accelerate.yaml in a run's folder.
+
+    Args:
+        sharding: The layout.
+        ranks: The ranks of the run, on all machines.
+        machines: The machines that share the ranks.
     """
     file: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(sharding.layout, "FSDP"),
         "mixed_precision": sharding.mixed_precision if sharding.fp8 is None else "fp8",
-        "num_machines": 1,
+        "num_machines": machines,
         "num_processes": ranks,
         "use_cpu": sharding.use_cpu,
     }

@@ -37,6 +37,7 @@ from finetune.plan.loss_memory import compared_bytes, count_held_out
 from finetune.plan.peaks import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import (
     CPU_PROCESS_BYTES,
+    RANKS_PER_NODE,
     Disk,
     Host,
     RunSpec,
@@ -96,6 +97,7 @@ def make_plan(
     read: tuple[int, int] | None = None,
     links: Links | None = None,
     images: str | None = None,
+    ranks_per_node: int | None = None,
 ) -> Plan:
     """Plans a run.
 
@@ -110,6 +112,8 @@ def make_plan(
             size.
         links: The rates at which ranks send; None for those of the device's data sheet.
         images: The model_type of the whole model if rows hold images; else None.
+        ranks_per_node: The ranks of a node; None divides the ranks by the layout's num_machines,
+            or assumes RANKS_PER_NODE if that is 1.
 
     Raises `UserError` for a config.json that cannot be read or is of no known family, and for an
     unsupported run.
@@ -126,6 +130,7 @@ def make_plan(
         recipe=adopt_quantization(recipe, architecture.facts),
         sharding=with_recipe_keys(sharding, recipe),
         ranks=ranks,
+        ranks_per_node=ranks_per_node or _assume_ranks_per_node(ranks, sharding.num_machines),
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe),
@@ -153,6 +158,17 @@ def make_plan(
         speed=speed,
         remarks=(*map(str, problems), *remarks),
     )
+
+
+def _assume_ranks_per_node(ranks: int, machines: int) -> int:
+    """Divides the ranks among several machines; one machine may be all that is known of a cluster.
+
+    >>> _assume_ranks_per_node(16, 4), _assume_ranks_per_node(16, 1)
+    (4, 8)
+    """
+    if machines == 1:
+        return RANKS_PER_NODE
+    return max(1, ranks // machines)
 
 
 def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sharding:

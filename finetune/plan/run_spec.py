@@ -52,6 +52,7 @@ PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # steps of up to 4,096 tokens (benchmarks/speed.py).
 CPU_PROCESS_BYTES = 1 << 30
 EXPORT_SHARD_BYTES = 5 * 10**9  # the default of finetune export --max-shard-size
+RANKS_PER_NODE = 8  # assumed where the launch does not say
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ class RunSpec:
     recipe: Recipe
     sharding: Sharding
     ranks: int
-    ranks_per_node: int = 8
+    ranks_per_node: int = RANKS_PER_NODE
     device: Literal["cuda", "cpu"] = "cuda"
     grouped_attention: bool = True  # see `Computation`
     teacher: TeacherSpec | None = None

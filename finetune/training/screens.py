@@ -42,7 +42,7 @@ from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
 from finetune.plan.activations import attends_by_document, attends_in_blocks, needs_masks
 from finetune.plan.advice import list_changes
 from finetune.plan.peaks import find_peak
-from finetune.plan.plan import format_plan, make_plan
+from finetune.plan.plan import Plan, format_plan, make_plan
 from finetune.plan.run_spec import RunSpec
 from finetune.report.run_data import plan_run, read_run
 from finetune.training.metrics import DIVERGED_ADVICE
@@ -655,9 +655,7 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     train = data.train
     # how many tokens a stream has is not known yet
     read = (report.tokens, train.steps) if report.is_complete else None
-    plan = make_plan(
-        recipe, world.sharding, world.size, on_cpu=on_cpu, read=read, images=data.images
-    )
+    plan = _plan_for_world(recipe, world, read=read, images=data.images)
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
     machine = MachineFacts(device="cpu" if on_cpu else "cuda")
@@ -669,6 +667,18 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     print(f"steps      {an_epoch}{train.steps:,} in all")
     print(f"attention  {_describe_attention(plan.spec)}")
     print("dry run    nothing was trained; the same command without --dry-run starts the run")
+
+
+def _plan_for_world(recipe: Recipe, world: World, **keys: Any) -> Plan:
+    """Plans a run on the ranks of `world`. `keys`: further arguments of `make_plan`."""
+    return make_plan(
+        recipe,
+        world.sharding,
+        world.size,
+        on_cpu=world.device.type == "cpu",
+        ranks_per_node=world.local_size,
+        **keys,
+    )
 
 
 def _describe_attention(spec: RunSpec) -> str:
@@ -703,11 +713,10 @@ def check_offload_dir(recipe: Recipe, world: World) -> None:
     if recipe.optimization.optim_offload == "none":
         return
     folder = Path(recipe.optimization.offload_dir or "")
-    on_cpu = world.device.type == "cpu"
     needed = 0  # bytes of the files of a node's ranks; 0 if the model cannot be planned
     # A model with its own code cannot be planned. Writing the files will show if there is room.
     with suppress(UserError):
-        plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu)
+        plan = _plan_for_world(recipe, world)
         optimizer_file = plan.spec.optimizer_file()
         if optimizer_file is not None:
             needed = optimizer_file.size * world.local_size
@@ -751,8 +760,7 @@ def describe_out_of_memory(
             f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device"
         )
     try:
-        on_cpu = world.device.type == "cpu"
-        plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, images=images)
+        plan = _plan_for_world(recipe, world, images=images)
     except UserError as refusal:  # a model with its own code cannot be planned
         lines.append(f"planned    not known: {refusal}")
         lines.append(

@@ -225,7 +225,8 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     """
     with refuse_unwritable(folder):
         write_recipe(recipe, folder / RECIPE)
-        accelerate_config = to_accelerate_config(world.sharding, world.size)
+        machines = world.size // world.local_size
+        accelerate_config = to_accelerate_config(world.sharding, world.size, machines)
         replace_file(folder / "accelerate.yaml", yaml.safe_dump(accelerate_config, sort_keys=False))
         environment = json.dumps(describe_environment(world), indent=2) + "\n"
         replace_file(folder / "environment.json", environment)

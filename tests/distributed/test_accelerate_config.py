@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.config import load_config_from_file
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
@@ -216,6 +217,15 @@ def test_what_a_run_writes_reads_back_the_same(name: str, tmp_path: Path) -> Non
     assert {f: getattr(second, f) for f in Sharding.__slots__ if f not in ("source", "places")} == {
         f: getattr(first, f) for f in Sharding.__slots__ if f not in ("source", "places")
     }
+
+
+def test_a_run_on_several_machines_writes_their_number(tmp_path: Path) -> None:
+    """As `accelerate launch` and the plan of a report read it: ranks / num_machines are those of a machine."""
+    written = tmp_path / "accelerate.yaml"
+    content = to_accelerate_config(Sharding(layout="ddp"), 16, machines=4)
+    written.write_text(yaml.safe_dump(content))
+    assert load_config_from_file(str(written)).num_machines == 4
+    assert read_sharding(str(written), None, {"WORLD_SIZE": "16"}).num_machines == 4
 
 
 def test_sections_of_other_libraries(write: Write) -> None:

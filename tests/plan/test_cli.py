@@ -6,20 +6,30 @@ import os
 import tracemalloc
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
+import torch.distributed as dist
 import yaml
+from torch.distributed.fsdp._init_utils import _init_intra_node_process_group
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_recipe_keys
+from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, DatasetSource
+from finetune.distributed.world import World
 from finetune.plan.plan import _assume_ranks, make_plan
 from finetune.plan.run_spec import CPU_PROCESS_BYTES
 from finetune.plan.speed import estimate_epoch_tokens
+from finetune.training.screens import _plan_for_world
 from tests.ranks import run_command
 
 
@@ -237,6 +247,25 @@ def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(
     )
     assert (code, errors) == (0, "")
     assert "ranks      64 assumed" in shown
+
+
+def test_the_ranks_of_a_node_are_those_that_torch_counts(tiny_recipe: Callable[..., Path]) -> None:
+    """FSDP1 shards over them. A dry run knows them, and a file of several machines; else the plan assumes 8."""
+    recipe = read_recipe(str(tiny_recipe()))
+    hybrid = Sharding(layout="fsdp1", strategy="HYBRID_SHARD")
+    world = SimpleNamespace(
+        size=16, local_size=4, device=torch.device("cpu"), sharding=replace(hybrid, use_cpu=True)
+    )
+    dist.init_process_group("fake", rank=0, world_size=16, store=FakeStore())
+    group = _init_intra_node_process_group(num_devices_per_node=4)
+    on_node = dist.get_world_size(group)
+    dist.destroy_process_group()
+    specs = [
+        _plan_for_world(recipe, cast(World, world)).spec,
+        make_plan(recipe, replace(hybrid, num_machines=4), 16).spec,
+    ]
+    assert [spec.state_ranks for spec in specs] == [on_node] * 2
+    assert make_plan(recipe, hybrid, 16).spec.state_ranks == 8
 
 
 @pytest.mark.parametrize(
