@@ -329,7 +329,8 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token that a layer's backward needs besides the saved tensors.
 
     They are the gradients of gate and up, the product of both if the backward recomputes it, the
-    gradients of the residual stream before and after the norm, and messages between expert ranks.
+    gradients of an adapter's input, those of the residual stream before and after the norm, and
+    messages between expert ranks.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("working", computation.document_length)
@@ -337,6 +338,7 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
     return (
         gate_gradient_bytes(architecture, computation)
         + remade_product
+        + _adapter_gradient_bytes(architecture, computation)
         + 2 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
@@ -356,6 +358,19 @@ def gate_gradient_bytes(architecture: Architecture, computation: Computation) ->
     else:
         second_width = 0
     return (architecture.mlp_width + second_width) * computation.itemsize
+
+
+def _adapter_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the gradients of an adapter's input, beside that of its layer's input.
+
+    With dropout they are those before and after dropout; autocast makes a copy, too. The widest
+    input is the MLP's product. 0 without adapters, or if adapters are fused with their layers.
+    """
+    lora = computation.lora
+    if lora is None or computation.fuses_adapters or lora.oft_block_size is not None:
+        return 0
+    gradients = 2 if computation.drops_inputs or computation.autocast else 1
+    return gradients * architecture.mlp_width * computation.residual_itemsize
 
 
 def exchanged_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -689,7 +704,9 @@ def _adapters(architecture: Architecture, layer: int, computation: Computation) 
         return sum(linear.shape[1] * itemsize for linear in adapted)
     dropout = 0  # bytes per input feature
     if computation.drops_inputs:
-        mask = computation.itemsize if computation.cpu else 1
+        # Under autocast peft casts the input to the adapter's fp32 before dropout. What is saved of
+        # the result is a copy that autocast casts back.
+        mask = computation.residual_itemsize if computation.cpu else 1
         dropout = computation.itemsize + mask
     total = 0
     for linear in adapted:

@@ -428,22 +428,7 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     """
     computation = spec.computation
     architecture = spec.architecture
-    layer_weights = sum(
-        tensor.numel
-        for tensor in (
-            *architecture.linears(architecture.widest_layer),
-            *architecture.experts(architecture.widest_layer),
-        )
-    )
-    is_cast = (
-        computation.autocast
-        # under LoRA the base is frozen, and in the compute dtype already
-        and computation.lora is None
-        # matmuls of quantization-aware training read rounded weights, not the parameters
-        and not spec.recipe.quantization_aware.quantization_aware_training
-    )
-    cast_layer = computation.itemsize * layer_weights if is_cast else 0
-
+    cast_layer = computation.itemsize * _count_cast_elements(spec)
     embedding = _trained_bytes(spec, "embedding")
     layer = _trained_bytes(spec, f"layer {architecture.widest_layer}")
     return LayoutMemory(
@@ -457,6 +442,22 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
         tied_head_gradient=embedding if architecture.tied else 0,
     )
+
+
+def _count_cast_elements(spec: RunSpec) -> int:
+    """Counts the elements of the widest decoder layer's weights that autocast copies."""
+    architecture = spec.architecture
+    computation = spec.computation
+    # matmuls of quantization-aware training read rounded weights, not the parameters
+    if not computation.autocast or spec.recipe.quantization_aware.quantization_aware_training:
+        return 0
+    layer = architecture.widest_layer
+    weights = (*architecture.linears(layer), *architecture.experts(layer))
+    base = sum(weight.numel for weight in weights)
+    if computation.lora is None:
+        return base
+    # Under LoRA the base is frozen, and in the compute dtype already.
+    return _trained_bytes(spec, f"layer {layer}") // FP32
 
 
 def _trained_bytes(spec: RunSpec, unit: str) -> int:
