@@ -693,7 +693,8 @@ def _adapters(architecture: Architecture, layer: int, computation: Computation) 
     """Bytes per token that the adapters of decoder layer `layer` save; 0 without adapters.
 
     LoRA saves the outputs of A and, with dropout, the inputs after dropout and the dropout's masks.
-    OFT saves only the inputs that it rotates.
+    DoRA saves the outputs of base layer and adapter too, because magnitudes multiply them. OFT
+    saves only the inputs that it rotates.
     """
     lora = computation.lora
     if lora is None:
@@ -710,9 +711,11 @@ def _adapters(architecture: Architecture, layer: int, computation: Computation) 
         dropout = computation.itemsize + mask
     total = 0
     for linear in adapted:
-        width_in = linear.shape[1]
+        width_out, width_in = linear.shape
         rank = _largest_rank(linear.name, architecture, lora)
         total += rank * computation.itemsize + width_in * dropout
+        if lora.use_dora:
+            total += 2 * width_out * computation.itemsize
     return total
 
 

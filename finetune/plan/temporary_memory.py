@@ -18,7 +18,7 @@ from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.plan.activations import Computation, expert_adapter_rank
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import StateTensor, Unit, count_state, split_into_units
+from finetune.plan.state import StateTensor, Unit, count_state, is_adapted, split_into_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,40 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
         else:
             sizes.append(of_weight + of_input)
     return max(sizes)
+
+
+def dora_bytes(spec: RunSpec) -> int:
+    """The most bytes that DoRA takes to compute the norms of one linear layer; 0 without DoRA.
+
+    peft multiplies an identity [in, in] by the adapter's matrices, scales the product, and adds it
+    to the weight. Under autocast it does so in fp32, with a copy of the weight; a quantized base is
+    dequantized again for it.
+    """
+    lora = spec.recipe.lora
+    if not lora.use_dora:
+        return 0
+    copies_weight = spec.computation.autocast or spec.recipe.quantization.bits is not None
+    of_weight = 4 if copies_weight else 3  # tensors of the weight's size
+    elements = [
+        linear.shape[1] ** 2 + of_weight * linear.numel
+        for linear in _list_linears(spec.architecture)
+        if is_adapted(linear, lora)
+    ]
+    return spec.computation.residual_itemsize * max(elements)
+
+
+def dora_base_bytes(spec: RunSpec) -> int:
+    """Bytes of a layer's dequantized weights that DoRA keeps for the backward.
+
+    With dropout DoRA multiplies the dropped inputs by the base itself. 0 without dropout, for a
+    base that is not quantized, and under autocast, whose copies `_count_cast_elements` counts.
+    """
+    computation = spec.computation
+    multiplies_base = spec.recipe.lora.use_dora and computation.drops_inputs
+    if not multiplies_base or computation.autocast or spec.recipe.quantization.bits is None:
+        return 0
+    linears = spec.architecture.linears(spec.architecture.widest_layer)
+    return computation.itemsize * sum(linear.numel for linear in linears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,7 +491,10 @@ def _count_cast_elements(spec: RunSpec) -> int:
     if computation.lora is None:
         return base
     # Under LoRA the base is frozen, and in the compute dtype already.
-    return _trained_bytes(spec, f"layer {layer}") // FP32
+    adapters = _trained_bytes(spec, f"layer {layer}") // FP32
+    # With dropout, DoRA multiplies by a copy of the base in fp32, which autocast casts back.
+    multiplies_copy = computation.lora.use_dora and computation.drops_inputs
+    return adapters + base if multiplies_copy else adapters
 
 
 def _trained_bytes(spec: RunSpec, unit: str) -> int:
