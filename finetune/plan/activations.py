@@ -531,9 +531,26 @@ def _attention_kernel(architecture: Architecture, computation: Computation) -> i
     # the sinks' share of the softmax's sum, and the output before the sinks take that share
     if architecture.family.sinks and attends_in_blocks(architecture, computation):
         total += FP32 * architecture.heads + computation.itemsize * architecture.query_width
-    if computation.masks_images:  # the mask [tokens, tokens] that is added to the scores
+    if _masks_scores(architecture, computation):
         total += itemsize * computation.document_length
     return total
+
+
+def _masks_scores(architecture: Architecture, computation: Computation) -> bool:
+    """Whether a layer saves a mask [tokens, tokens] of each document, which is added to the scores.
+
+    A layer with a sliding window does if attention runs by document. All layers are counted as if
+    they had that window.
+    """
+    if computation.masks_images:
+        return True
+    window = architecture.facts.window
+    return (
+        attends_by_document(architecture, computation)
+        and window is not None
+        and window < computation.document_length
+        and not materializes_scores(architecture, computation)
+    )
 
 
 def _kernel_itemsize(computation: Computation) -> int:
