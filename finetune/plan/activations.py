@@ -45,10 +45,13 @@ def attends_by_document(architecture: Architecture, computation: "Computation") 
 def materializes_scores(architecture: Architecture, computation: "Computation") -> bool:
     """Whether attention computes its scores as a tensor, without a kernel.
 
-    That is so for capped scores and for sinks, if attention runs by document.
+    That is so for capped scores and for sinks, if attention runs by document. torch's kernel for
+    CPUs has no dropout.
     """
     return attends_by_document(architecture, computation) and (
-        architecture.family.caps_scores or architecture.family.sinks
+        architecture.family.caps_scores
+        or architecture.family.sinks
+        or (computation.cpu and computation.drops_attention)
     )
 
 
@@ -330,15 +333,19 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
 
     They are the gradients of gate and up, the product of both if the backward recomputes it, the
     gradients of an adapter's input, those of the residual stream before and after the norm, and
-    messages between expert ranks.
+    messages between expert ranks. The gradients of materialized scores count if they are more.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("working", computation.document_length)
     remade_product = architecture.mlp_width * computation.itemsize if computation.remakes else 0
-    return (
+    of_mlp = (
         gate_gradient_bytes(architecture, computation)
         + remade_product
         + _adapter_gradient_bytes(architecture, computation)
+    )
+    # attention's backward follows when the MLP's has ended
+    return (
+        max(of_mlp, _score_gradient_bytes(architecture, computation))
         + 2 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
@@ -358,6 +365,18 @@ def gate_gradient_bytes(architecture: Architecture, computation: Computation) ->
     else:
         second_width = 0
     return (architecture.mlp_width + second_width) * computation.itemsize
+
+
+def _score_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the gradients of materialized scores: in fp32, before and after softmax.
+
+    With dropout, one of them takes the place of what dropout has saved. 0 if a kernel computes
+    attention.
+    """
+    if not materializes_scores(architecture, computation):
+        return 0
+    gradients = 1 if computation.drops_attention else 2
+    return gradients * FP32 * architecture.heads * computation.document_length
 
 
 def _adapter_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -525,7 +544,7 @@ def _attention_kernel(architecture: Architecture, computation: Computation) -> i
     # torch's CPU kernel needs one head size for queries and values.
     if materializes_scores(architecture, computation) or output_width != architecture.query_width:
         scores = architecture.heads * computation.document_length
-        total += scores * _score_bytes(architecture, itemsize)
+        total += scores * _score_bytes(architecture, computation)
     else:
         total += itemsize * output_width + FP32 * architecture.heads
     # the sinks' share of the softmax's sum, and the output before the sinks take that share
@@ -608,15 +627,19 @@ def _query_key_norms(architecture: Architecture, computation: Computation) -> in
     return query + key
 
 
-def _score_bytes(architecture: Architecture, itemsize: int) -> int:
+def _score_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes that are saved for one materialized score.
 
-    They are its tanh, if scores are capped, its fp32 softmax, and the softmax in attention's dtype
-    of `itemsize` bytes, if that is smaller.
+    They are its tanh, if scores are capped, its fp32 softmax, and the softmax in attention's dtype,
+    if that is smaller. Dropout saves its mask, and what it leaves of the softmax.
     """
+    itemsize = _kernel_itemsize(computation)
     tanh = itemsize if architecture.family.caps_scores else 0
     cast = itemsize if itemsize < FP32 else 0
-    return tanh + FP32 + cast
+    dropout = 0
+    if computation.drops_attention:
+        dropout = itemsize + (itemsize if computation.cpu else 1)
+    return tanh + FP32 + cast + dropout
 
 
 def _latents(architecture: Architecture, latent: LatentAttention, computation: Computation) -> int:
