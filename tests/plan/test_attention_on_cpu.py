@@ -21,4 +21,4 @@ CASES = [(name, recomputes) for name in ATTENTIONS for recomputes in (False, Tru
 def test_scores_and_masks_of_whole_documents_are_planned(name: str, recomputes: bool) -> None:
     """They grow with the square of a document, and are most of this step."""
     share = planned_share(SMALL | ATTENTIONS[name], recomputes=recomputes, tokens=1024)
-    assert 1 <= share < 1.15, share
+    assert 0.99 < share < 1.15, share
