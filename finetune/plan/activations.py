@@ -8,7 +8,7 @@ of transformers' own code instead (`Architecture.trace`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.config.layout import divides_heads
@@ -26,6 +26,8 @@ from finetune.plan.architecture import Architecture, LatentAttention, Mixture
 from finetune.plan.state import is_adapted
 
 INT32 = 4  # bytes
+# values of `attn_implementation`, by which transformers' own code masks the scores of a whole row
+MASKED = ("eager", "sdpa")
 MASK_KINDS = 2  # a mask for layers with a sliding window, and one for layers without
 
 GATED_BY = ("silu", "swish", "gelu_pytorch_tanh")  # the activations that models/gating.py computes
@@ -35,9 +37,12 @@ def attends_by_document(architecture: Architecture, computation: "Computation") 
     """Whether attention runs on one document after another and concatenates the outputs.
 
     A GPU's kernels take all documents at once. They have no dropout and no masks of images, and
-    only flex_attention computes in fp32.
+    only flex_attention computes in fp32. transformers' attention under a mask counts as well, since
+    its output too is copied.
     """
     if computation.cpu or computation.drops_attention or computation.masks_images:
+        return True
+    if computation.attention in MASKED:
         return True
     return computation.itemsize >= FP32 and not needs_masks(architecture, computation)
 
@@ -45,12 +50,13 @@ def attends_by_document(architecture: Architecture, computation: "Computation") 
 def materializes_scores(architecture: Architecture, computation: "Computation") -> bool:
     """Whether attention computes its scores as a tensor, without a kernel.
 
-    That is so for capped scores and for sinks, if attention runs by document. torch's kernel for
-    CPUs has no dropout.
+    That is so for capped scores and for sinks, if attention runs by document, and for eager
+    attention. torch's kernel for CPUs has no dropout.
     """
     return attends_by_document(architecture, computation) and (
         architecture.family.caps_scores
         or architecture.family.sinks
+        or computation.attention == "eager"
         or (computation.cpu and computation.drops_attention)
     )
 
@@ -109,6 +115,7 @@ class Computation:
     offloads: bool = False
     lora: Lora | None = None  # None: no adapters
     document_length: int = 0  # tokens; matters if the scores [tokens, tokens] are materialized
+    attention: str = "auto"  # the recipe's attn_implementation
     cpu: bool = False  # the CPU computes; attention then runs document by document
     compiled: bool = False  # torch_compile
     # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
@@ -407,16 +414,31 @@ def exchanged_bytes(architecture: Architecture, computation: Computation) -> int
 def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, three of the residual stream's, and messages between
-    expert ranks.
+    They are three tensors of the MLP's width, or what attention makes of scores if that is more,
+    three of the residual stream's, and messages between expert ranks.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
+    of_mlp = 3 * architecture.mlp_width * computation.itemsize
     return (
-        3 * architecture.mlp_width * computation.itemsize
+        max(of_mlp, _evaluated_score_bytes(architecture, computation))
         + 3 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
+
+
+def _evaluated_score_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the scores and masks [tokens, tokens] of one layer, in evaluation.
+
+    Three tensors of scores are in fp32 at the same time: before softmax, after it, and between. A
+    mask is there as bools, too. 0 if attention needs neither.
+    """
+    computation = replace(computation, drops_attention=False)
+    if materializes_scores(architecture, computation):
+        return 3 * FP32 * architecture.heads * computation.document_length
+    if _masks_scores(architecture, computation):
+        return (1 + _kernel_itemsize(computation)) * computation.document_length
+    return 0
 
 
 def _norm(
@@ -559,9 +581,9 @@ def _masks_scores(architecture: Architecture, computation: Computation) -> bool:
     """Whether a layer saves a mask [tokens, tokens] of each document, which is added to the scores.
 
     A layer with a sliding window does if attention runs by document. All layers are counted as if
-    they had that window.
+    they had that window. In transformers' own attention each layer does.
     """
-    if computation.masks_images:
+    if computation.masks_images or computation.attention in MASKED:
         return True
     window = architecture.facts.window
     return (
@@ -583,9 +605,12 @@ def _keys_and_values_width(architecture: Architecture, computation: Computation)
     It is counted for each token that the rank has of a row: under sequence parallelism a rank reads
     more tokens, of fewer heads.
     """
+    repeats_heads = computation.attention in MASKED or materializes_scores(
+        architecture, computation
+    )
     is_grouped = (
         computation.grouped_attention or attends_in_blocks(architecture, computation)
-    ) and not materializes_scores(architecture, computation)
+    ) and not repeats_heads
     ranks = computation.sequence_ranks
     key_value_heads = architecture.key_value_heads
     repeats = 1

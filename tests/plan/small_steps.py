@@ -36,15 +36,21 @@ def planned_share(
     autocast: bool = False,
     recomputes: bool = False,
     tokens: int = 256,
+    attention: Any = "auto",
+    documents: int = 1,
+    evaluates: bool = False,
 ) -> float:
-    """The planned bytes of a forward and backward of one document, over those that torch allocates."""
+    """The planned bytes of a forward and backward of one row, over those that torch allocates.
+
+    `evaluates`: of a forward without gradients instead.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager"
     )
-    install_attention(model)
+    install_attention(model, attention)
     install_loss(model)
     install_gating(model)
     if lora is not None:
@@ -52,20 +58,25 @@ def planned_share(
         fuse_adapters(model)
     if recomputes:
         checkpoint_activations(model, 1, "nothing")
-    model.train()
+    model.train(not evaluates)
     ids = torch.randint(3, 500, (1, tokens))
+    length = tokens // documents
     row = {
-        "position_ids": torch.arange(tokens)[None],
-        "cu_seq_lens": torch.tensor([0, tokens], dtype=torch.int32),
-        "max_document_length": tokens,
-        "packed_lengths": (tokens,),
+        "position_ids": torch.arange(tokens)[None] % length,
+        "cu_seq_lens": torch.arange(0, tokens + 1, length, dtype=torch.int32),
+        "max_document_length": length,
+        "packed_lengths": (length,) * documents,
     }
 
     def run() -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with (
+            torch.autocast("cpu", torch.bfloat16, enabled=autocast),
+            torch.set_grad_enabled(not evaluates),
+        ):
             loss = model(input_ids=ids, labels=ids, **row)
-        loss.backward()
-        model.zero_grad()
+        if not evaluates:
+            loss.backward()
+            model.zero_grad()
 
     run()  # what is allocated once, such as the rotary embedding
     sharding = Sharding(
@@ -74,7 +85,13 @@ def planned_share(
         activation_checkpointing=recomputes,
     )
     spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens)
-    recipe = replace(spec.recipe, lora=lora or Lora(), optimization=Optimization(optim="sgd"))
+    recipe = replace(
+        spec.recipe,
+        model=replace(spec.recipe.model, attn_implementation=attention),
+        lora=lora or Lora(),
+        optimization=Optimization(optim="sgd"),
+    )
     phases = plan_phases(replace(spec, recipe=recipe, device="cpu"))
-    peak = next(phase.peak for phase in phases if phase.name == "steady step")
+    name = "evaluation" if evaluates else "steady step"
+    peak = next(phase.peak for phase in phases if phase.name == name)
     return (peak.allocated - peak.parameters) / allocated_peak(run)
