@@ -120,6 +120,7 @@ class Forward:
     autocast: bool = False  # whether parameters are in fp32, and cast for each product
     lora: Lora | None = None  # None: full fine-tuning
     cpu: bool = False  # whether attention runs as on a CPU: by document, in fp32
+    attention: str = "auto"  # as `install_attention` takes it
 
     @property
     def dtype(self) -> torch.dtype:
@@ -225,7 +226,7 @@ def _prepare_for_training(model: Any, how: Forward) -> None:
 
     register_grouped()
     set_experts_implementation(model, GROUPED)
-    install_attention(model)
+    install_attention(model, how.attention)
     install_gating(model)
     if not how.cpu and trunk_of(model).config._attn_implementation == NAME:
         AttentionInterface.register(KERNEL, _attend_as_a_kernel)
@@ -411,11 +412,13 @@ def _trace_row(
         ids = torch.zeros(1, tokens, dtype=torch.long)
         positions = torch.arange(tokens)[None]
         boundaries = torch.tensor([0, tokens], dtype=torch.int32)
-        lengths = {
+        lengths: dict[str, Any] = {
             "cu_seq_lens": boundaries,
             "max_document_length": tokens,
             "packed_lengths": (tokens,),
         }
+        if how.attention == "sdpa":  # a row of several documents has a mask, which layers save
+            lengths["attention_mask"] = torch.ones(1, 1, tokens, tokens, dtype=torch.bool)
         trunk(input_ids=ids, position_ids=positions, use_cache=False, **lengths)
     row.rest = rest.bytes
     return row

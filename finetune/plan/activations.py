@@ -8,7 +8,7 @@ of transformers' own code instead (`Architecture.trace`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.config.layout import divides_heads
@@ -26,6 +26,8 @@ from finetune.plan.architecture import Architecture, LatentAttention, Mixture
 from finetune.plan.state import is_adapted
 
 INT32 = 4  # bytes
+# values of `attn_implementation`, by which transformers' own code masks the scores of a whole row
+MASKED = ("eager", "sdpa")
 MASK_KINDS = 2  # a mask for layers with a sliding window, and one for layers without
 
 GATED_BY = ("silu", "swish", "gelu_pytorch_tanh")  # the activations that models/gating.py computes
@@ -35,9 +37,12 @@ def attends_by_document(architecture: Architecture, computation: "Computation") 
     """Whether attention runs on one document after another and concatenates the outputs.
 
     A GPU's kernels take all documents at once. They have no dropout and no masks of images, and
-    only flex_attention computes in fp32.
+    only flex_attention computes in fp32. transformers' attention under a mask counts as well, since
+    its output too is copied.
     """
     if computation.cpu or computation.drops_attention or computation.masks_images:
+        return True
+    if computation.attention in MASKED:
         return True
     return computation.itemsize >= FP32 and not needs_masks(architecture, computation)
 
@@ -45,10 +50,14 @@ def attends_by_document(architecture: Architecture, computation: "Computation") 
 def materializes_scores(architecture: Architecture, computation: "Computation") -> bool:
     """Whether attention computes its scores as a tensor, without a kernel.
 
-    That is so for capped scores and for sinks, if attention runs by document.
+    That is so for capped scores and for sinks, if attention runs by document, and for eager
+    attention. torch's kernel for CPUs has no dropout.
     """
     return attends_by_document(architecture, computation) and (
-        architecture.family.caps_scores or architecture.family.sinks
+        architecture.family.caps_scores
+        or architecture.family.sinks
+        or computation.attention == "eager"
+        or (computation.cpu and computation.drops_attention)
     )
 
 
@@ -106,6 +115,7 @@ class Computation:
     offloads: bool = False
     lora: Lora | None = None  # None: no adapters
     document_length: int = 0  # tokens; matters if the scores [tokens, tokens] are materialized
+    attention: str = "auto"  # the recipe's attn_implementation
     cpu: bool = False  # the CPU computes; attention then runs document by document
     compiled: bool = False  # torch_compile
     # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
@@ -334,8 +344,9 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token that a layer's backward needs besides the saved tensors.
 
     They are the gradients of gate and up, the product of both if the backward recomputes it, the
-    gradients of the residual stream before and after the norm, messages between expert ranks, and
-    what gradients of repeated prompts need more.
+    gradients of an adapter's input, those of the residual stream before and after the norm,
+    messages between expert ranks, and what gradients of repeated prompts need more. The gradients
+    of materialized scores count if they are more.
     """
     # The gradients of repeated prompts come when at least two tensors of the MLP's width are freed.
     freed = 2 * architecture.mlp_width * computation.itemsize
@@ -343,9 +354,14 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("working", computation.document_length) + repeated
     remade_product = architecture.mlp_width * computation.itemsize if computation.remakes else 0
-    return (
+    of_mlp = (
         gate_gradient_bytes(architecture, computation)
         + remade_product
+        + _adapter_gradient_bytes(architecture, computation)
+    )
+    # attention's backward follows when the MLP's has ended
+    return (
+        max(of_mlp, _score_gradient_bytes(architecture, computation))
         + 2 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
         + repeated
@@ -368,6 +384,31 @@ def gate_gradient_bytes(architecture: Architecture, computation: Computation) ->
     return (architecture.mlp_width + second_width) * computation.itemsize
 
 
+def _score_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the gradients of materialized scores: in fp32, before and after softmax.
+
+    With dropout, one of them takes the place of what dropout has saved. 0 if a kernel computes
+    attention.
+    """
+    if not materializes_scores(architecture, computation):
+        return 0
+    gradients = 1 if computation.drops_attention else 2
+    return gradients * FP32 * architecture.heads * computation.document_length
+
+
+def _adapter_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the gradients of an adapter's input, beside that of its layer's input.
+
+    With dropout they are those before and after dropout; autocast makes a copy, too. The widest
+    input is the MLP's product. 0 without adapters, or if adapters are fused with their layers.
+    """
+    lora = computation.lora
+    if lora is None or computation.fuses_adapters or lora.oft_block_size is not None:
+        return 0
+    gradients = 2 if computation.drops_inputs or computation.autocast else 1
+    return gradients * architecture.mlp_width * computation.residual_itemsize
+
+
 def exchanged_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of the hidden states that a rank sends to the ranks with the chosen experts,
     and of those that it receives.
@@ -383,16 +424,32 @@ def exchanged_bytes(architecture: Architecture, computation: Computation) -> int
 def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, four of the residual stream's (the embeddings, the
-    layer's input, the stream after attention, and its norm), and messages between expert ranks.
+    They are three tensors of the MLP's width, or what attention makes of scores if that is more,
+    four of the residual stream's (the embeddings, the layer's input, the stream after attention,
+    and its norm), and messages between expert ranks.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
+    of_mlp = 3 * architecture.mlp_width * computation.itemsize
     return (
-        3 * architecture.mlp_width * computation.itemsize
+        max(of_mlp, _evaluated_score_bytes(architecture, computation))
         + 4 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
+
+
+def _evaluated_score_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the scores and masks [tokens, tokens] of one layer, in evaluation.
+
+    Three tensors of scores are in fp32 at the same time: before softmax, after it, and between. A
+    mask is there as bools, too. 0 if attention needs neither.
+    """
+    computation = replace(computation, drops_attention=False)
+    if materializes_scores(architecture, computation):
+        return 3 * FP32 * architecture.heads * computation.document_length
+    if _masks_scores(architecture, computation):
+        return (1 + _kernel_itemsize(computation)) * computation.document_length
+    return 0
 
 
 def _norm(
@@ -520,15 +577,32 @@ def _attention_kernel(architecture: Architecture, computation: Computation) -> i
     # torch's CPU kernel needs one head size for queries and values.
     if materializes_scores(architecture, computation) or output_width != architecture.query_width:
         scores = architecture.heads * computation.document_length
-        total += scores * _score_bytes(architecture, itemsize)
+        total += scores * _score_bytes(architecture, computation)
     else:
         total += itemsize * output_width + FP32 * architecture.heads
     # the sinks' share of the softmax's sum, and the output before the sinks take that share
     if architecture.family.sinks and attends_in_blocks(architecture, computation):
         total += FP32 * architecture.heads + computation.itemsize * architecture.query_width
-    if computation.masks_images:  # the mask [tokens, tokens] that is added to the scores
+    if _masks_scores(architecture, computation):
         total += itemsize * computation.document_length
     return total
+
+
+def _masks_scores(architecture: Architecture, computation: Computation) -> bool:
+    """Whether a layer saves a mask [tokens, tokens] of each document, which is added to the scores.
+
+    A layer with a sliding window does if attention runs by document. All layers are counted as if
+    they had that window. In transformers' own attention each layer does.
+    """
+    if computation.masks_images or computation.attention in MASKED:
+        return True
+    window = architecture.facts.window
+    return (
+        attends_by_document(architecture, computation)
+        and window is not None
+        and window < computation.document_length
+        and not materializes_scores(architecture, computation)
+    )
 
 
 def _kernel_itemsize(computation: Computation) -> int:
@@ -542,9 +616,11 @@ def _keys_and_values_width(architecture: Architecture, computation: Computation)
     It is counted for each token that the rank has of a row: under sequence parallelism a rank reads
     more tokens, of fewer heads.
     """
-    if attends_by_document(architecture, computation):
+    if computation.attention in MASKED or materializes_scores(architecture, computation):
+        is_grouped = False
+    elif attends_by_document(architecture, computation):
         # A GPU's SDPA gets keys repeated, except in half precision without windows and images.
-        is_grouped = computation.cpu and not materializes_scores(architecture, computation)
+        is_grouped = computation.cpu
     else:
         is_grouped = computation.grouped_attention or attends_in_blocks(architecture, computation)
     ranks = computation.sequence_ranks
@@ -596,15 +672,19 @@ def _query_key_norms(architecture: Architecture, computation: Computation) -> in
     return query + key
 
 
-def _score_bytes(architecture: Architecture, itemsize: int) -> int:
+def _score_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes that are saved for one materialized score.
 
-    They are its tanh, if scores are capped, its fp32 softmax, and the softmax in attention's dtype
-    of `itemsize` bytes, if that is smaller.
+    They are its tanh, if scores are capped, its fp32 softmax, and the softmax in attention's dtype,
+    if that is smaller. Dropout saves its mask, and what it leaves of the softmax.
     """
+    itemsize = _kernel_itemsize(computation)
     tanh = itemsize if architecture.family.caps_scores else 0
     cast = itemsize if itemsize < FP32 else 0
-    return tanh + FP32 + cast
+    dropout = 0
+    if computation.drops_attention:
+        dropout = itemsize + (itemsize if computation.cpu else 1)
+    return tanh + FP32 + cast + dropout
 
 
 def _latents(architecture: Architecture, latent: LatentAttention, computation: Computation) -> int:
@@ -698,7 +778,8 @@ def _adapters(architecture: Architecture, layer: int, computation: Computation) 
     """Bytes per token that the adapters of decoder layer `layer` save; 0 without adapters.
 
     LoRA saves the outputs of A and, with dropout, the inputs after dropout and the dropout's masks.
-    OFT saves only the inputs that it rotates.
+    DoRA saves the outputs of base layer and adapter too, because magnitudes multiply them. OFT
+    saves only the inputs that it rotates.
     """
     lora = computation.lora
     if lora is None:
@@ -709,13 +790,17 @@ def _adapters(architecture: Architecture, layer: int, computation: Computation) 
         return sum(linear.shape[1] * itemsize for linear in adapted)
     dropout = 0  # bytes per input feature
     if computation.drops_inputs:
-        mask = computation.itemsize if computation.cpu else 1
+        # Under autocast peft casts the input to the adapter's fp32 before dropout. What is saved of
+        # the result is a copy that autocast casts back.
+        mask = computation.residual_itemsize if computation.cpu else 1
         dropout = computation.itemsize + mask
     total = 0
     for linear in adapted:
-        width_in = linear.shape[1]
+        width_out, width_in = linear.shape
         rank = _largest_rank(linear.name, architecture, lora)
         total += rank * computation.itemsize + width_in * dropout
+        if lora.use_dora:
+            total += 2 * width_out * computation.itemsize
     return total
 
 

@@ -18,6 +18,7 @@ Words:
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from finetune.constants import ceil_div
 from finetune.plan.activations import (
     final_norm_bytes,
     gate_gradient_bytes,
@@ -36,6 +37,7 @@ from finetune.plan.temporary_memory import (
     Snapshot,
     UnitMemory,
     UpdateMemory,
+    dora_base_bytes,
     expert_factor_bytes,
     plan_updates_in_backward,
 )
@@ -55,9 +57,12 @@ def kept_for_backward(spec: RunSpec) -> int:
         factors = 0  # not saved: the backward computes them again (`recompute_dequantized`)
     else:
         factors = expert_factor_bytes(architecture, computation).kept
+    every = computation.checkpoint_every
+    recomputed = 0 if every is None else ceil_div(architecture.layers, every)
+    dequantized = (architecture.layers - recomputed) * dora_base_bytes(spec)
     # `ContrastiveObjective.prepare` computes them before the first backward of the step
     vector_gradients = vector_bytes(spec, spec.rows_per_step)
-    return spec.tokens * sum(kept.values()) + factors + masks + vector_gradients
+    return spec.tokens * sum(kept.values()) + factors + masks + dequantized + vector_gradients
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:

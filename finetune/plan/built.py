@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.families import find_family
 from finetune.constants import Names
 from finetune.errors import UserError
+from finetune.plan.activations import MASKED
 from finetune.plan.architecture import Architecture, TensorShape, read_scores
 
 if TYPE_CHECKING:
@@ -161,6 +162,8 @@ class BuiltArchitecture(Architecture):
             autocast=computation.autocast,
             lora=computation.lora,
             cpu=computation.cpu,
+            # other packages' kernels save what this project's attention saves
+            attention=computation.attention if computation.attention in MASKED else "auto",
         )
         key = f"{forward}\n{self.config}"
         if key not in _TRACES:

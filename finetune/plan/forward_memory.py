@@ -24,6 +24,7 @@ from finetune.plan.state import split_into_units
 from finetune.plan.temporary_memory import (
     FP64,
     Snapshot,
+    dora_bytes,
     expert_factor_bytes,
     fp8_bytes,
     most_dequantized_elements,
@@ -383,6 +384,7 @@ def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Sna
         temporaries=dequantized_bytes(spec)
         + fp8_bytes(spec, tokens)
         + rounded_bytes(spec, tokens)
+        + dora_bytes(spec)
         + cast_head_bytes(spec)
         + factors,
         gathered=_gathered_in_forward(spec),

@@ -34,6 +34,8 @@ from finetune.plan.state import State
 from finetune.plan.temporary_memory import (
     LayoutMemory,
     Snapshot,
+    dora_base_bytes,
+    dora_bytes,
     fp8_bytes,
     optimizer_step_temporaries,
     plan_layout_memory,
@@ -244,6 +246,7 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
         spec, recomputes_layer=spec.computation.checkpoint_every is not None
     )
     layer_temporaries += fp8_bytes(spec, spec.tokens) + rounded_bytes(spec, spec.tokens)
+    layer_temporaries += dora_bytes(spec) + dora_base_bytes(spec)
     if spec.sharding.is_fsdp:
         yield from sharded_points(spec, layout, before, layer_temporaries)
     else:

@@ -411,6 +411,7 @@ class RunSpec:
             and self.sharding.activation_checkpointing,
             lora=self.recipe.lora if self.recipe.lora.use_peft else None,
             document_length=self.recipe.data.max_length,
+            attention=self.recipe.model.attn_implementation,
             cpu=self.device == "cpu",
             compiled=self.recipe.model.torch_compile,
             grouped_attention=self.grouped_attention or self.device == "cpu",

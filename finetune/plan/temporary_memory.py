@@ -18,7 +18,7 @@ from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.plan.activations import Computation, expert_adapter_rank
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import StateTensor, Unit, count_state, split_into_units
+from finetune.plan.state import StateTensor, Unit, count_state, is_adapted, split_into_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,40 @@ def rounded_bytes(spec: RunSpec, tokens: int) -> int:
         else:
             sizes.append(of_weight + of_input)
     return max(sizes)
+
+
+def dora_bytes(spec: RunSpec) -> int:
+    """The most bytes that DoRA takes to compute the norms of one linear layer; 0 without DoRA.
+
+    peft multiplies an identity [in, in] by the adapter's matrices, scales the product, and adds it
+    to the weight. Under autocast it does so in fp32, with a copy of the weight; a quantized base is
+    dequantized again for it.
+    """
+    lora = spec.recipe.lora
+    if not lora.use_dora:
+        return 0
+    copies_weight = spec.computation.autocast or spec.recipe.quantization.bits is not None
+    of_weight = 4 if copies_weight else 3  # tensors of the weight's size
+    elements = [
+        linear.shape[1] ** 2 + of_weight * linear.numel
+        for linear in _list_linears(spec.architecture)
+        if is_adapted(linear, lora)
+    ]
+    return spec.computation.residual_itemsize * max(elements)
+
+
+def dora_base_bytes(spec: RunSpec) -> int:
+    """Bytes of a layer's dequantized weights that DoRA keeps for the backward.
+
+    With dropout DoRA multiplies the dropped inputs by the base itself. 0 without dropout, for a
+    base that is not quantized, and under autocast, whose copies `_count_cast_elements` counts.
+    """
+    computation = spec.computation
+    multiplies_base = spec.recipe.lora.use_dora and computation.drops_inputs
+    if not multiplies_base or computation.autocast or spec.recipe.quantization.bits is None:
+        return 0
+    linears = spec.architecture.linears(spec.architecture.widest_layer)
+    return computation.itemsize * sum(linear.numel for linear in linears)
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,22 +462,7 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
     """
     computation = spec.computation
     architecture = spec.architecture
-    layer_weights = sum(
-        tensor.numel
-        for tensor in (
-            *architecture.linears(architecture.widest_layer),
-            *architecture.experts(architecture.widest_layer),
-        )
-    )
-    is_cast = (
-        computation.autocast
-        # under LoRA the base is frozen, and in the compute dtype already
-        and computation.lora is None
-        # matmuls of quantization-aware training read rounded weights, not the parameters
-        and not spec.recipe.quantization_aware.quantization_aware_training
-    )
-    cast_layer = computation.itemsize * layer_weights if is_cast else 0
-
+    cast_layer = computation.itemsize * _count_cast_elements(spec)
     embedding = _trained_bytes(spec, "embedding")
     layer = _trained_bytes(spec, f"layer {architecture.widest_layer}")
     return LayoutMemory(
@@ -457,6 +476,25 @@ def _plan_unsharded(spec: RunSpec) -> LayoutMemory:
         buckets=FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0,
         tied_head_gradient=embedding if architecture.tied else 0,
     )
+
+
+def _count_cast_elements(spec: RunSpec) -> int:
+    """Counts the elements of the widest decoder layer's weights that autocast copies."""
+    architecture = spec.architecture
+    computation = spec.computation
+    # matmuls of quantization-aware training read rounded weights, not the parameters
+    if not computation.autocast or spec.recipe.quantization_aware.quantization_aware_training:
+        return 0
+    layer = architecture.widest_layer
+    weights = (*architecture.linears(layer), *architecture.experts(layer))
+    base = sum(weight.numel for weight in weights)
+    if computation.lora is None:
+        return base
+    # Under LoRA the base is frozen, and in the compute dtype already.
+    adapters = _trained_bytes(spec, f"layer {layer}") // FP32
+    # With dropout, DoRA multiplies by a copy of the base in fp32, which autocast casts back.
+    multiplies_copy = computation.lora.use_dora and computation.drops_inputs
+    return adapters + base if multiplies_copy else adapters
 
 
 def _trained_bytes(spec: RunSpec, unit: str) -> int:
