@@ -421,18 +421,24 @@ def exchanged_bytes(architecture: Architecture, computation: Computation) -> int
     return 2 * architecture.mixture.chosen * architecture.hidden * computation.itemsize
 
 
-def evaluation_bytes(architecture: Architecture, computation: Computation) -> int:
+def evaluation_bytes(
+    architecture: Architecture, computation: Computation, *, counts_scores: bool = True
+) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
     They are three tensors of the MLP's width, or what attention makes of scores if that is more,
     four of the residual stream's (the embeddings, the layer's input, the stream after attention,
     and its norm), and messages between expert ranks.
+
+    counts_scores: False where the caller counts scores and masks, as for a cache that is filled.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
-    of_mlp = 3 * architecture.mlp_width * computation.itemsize
+    of_part = 3 * architecture.mlp_width * computation.itemsize
+    if counts_scores:
+        of_part = max(of_part, _evaluated_score_bytes(architecture, computation))
     return (
-        max(of_mlp, _evaluated_score_bytes(architecture, computation))
+        of_part
         + 4 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )

@@ -84,7 +84,7 @@ def answer_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
     read = min(rows * longest, max(ANSWERED_TOKENS, longest))
     row_tokens = 2 * longest + 2
     cached = min(rows * row_tokens, max(ANSWERED_TOKENS, row_tokens))
-    forward = plan_forward(spec, at_rest, "prompts answered", read)
+    forward = plan_forward(spec, at_rest, "prompts answered", read, counts_scores=False)
     masks = read * longest * _pair_bytes(spec)
     cache = kv_cache_bytes(spec, cached)
     # a layer's cache is copied into a longer one for each token
@@ -124,14 +124,21 @@ def _sampling_points(
     row_tokens = prompt_tokens + rollout.max_completion_length
     reads_all = _reads_prompts_together(architecture)
     prompts_at_once = prompts if reads_all else min(prompts, PROMPTS_AT_ONCE)
-    forward = plan_forward(spec, at_rest, "completions sampled", prompts_at_once * prompt_tokens)
+    is_packed = _packs_prompts(spec)
+    forward = plan_forward(
+        spec,
+        at_rest,
+        "completions sampled",
+        prompts_at_once * prompt_tokens,
+        counts_scores=is_packed,
+    )
     if spec.sharding.is_fsdp:
         elements = sum(tensor.numel // tensor.expert_ranks for tensor in spec.part_tensors)
         point = replace(forward, gathered=computation.itemsize * elements)
     else:
         point = forward
     # 1. The prompts are read into caches of their own.
-    if _packs_prompts(spec):
+    if is_packed:
         masks = 0
     else:
         masks = prompts_at_once * prompt_tokens**2 * _pair_bytes(spec)
@@ -158,7 +165,8 @@ def _sampling_points(
     if not _has_kernel(spec):  # keys and values are repeated for each query head
         repeated_width = 2 * architecture.query_width
         attention_scores += rows * row_tokens * repeated_width * computation.itemsize
-    activations = cache + rows * evaluation_bytes(architecture, computation) + attention_scores
+    of_token = evaluation_bytes(architecture, computation, counts_scores=False)
+    activations = cache + rows * of_token + attention_scores
     yield replace(point, activations=activations, loss=logits * FP32)
 
 
@@ -366,20 +374,27 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     return spec.computation.itemsize * max(by_layer)
 
 
-def plan_forward(spec: RunSpec, before: Snapshot, name: str, tokens: int) -> Snapshot:
+def plan_forward(
+    spec: RunSpec, before: Snapshot, name: str, tokens: int, *, counts_scores: bool = True
+) -> Snapshot:
     """Plans the point `name`: a forward of `tokens` tokens that saves nothing for a backward.
 
-    `before`: the memory without that forward.
+    Args:
+        spec: The run.
+        before: The memory without that forward.
+        name: The point's name.
+        tokens: How many this rank reads at once.
+        counts_scores: See `evaluation_bytes`.
     """
     architecture = spec.computed
     computation = spec.computation
     rotary = 2 * architecture.rotated_size * computation.residual_itemsize
     factors = expert_factor_bytes(architecture, computation).layer
+    of_token = evaluation_bytes(architecture, computation, counts_scores=counts_scores)
     return replace(
         before,
         name=name,
-        activations=tokens * (evaluation_bytes(architecture, computation) + rotary)
-        + mask_bytes(architecture, computation, tokens),
+        activations=tokens * (of_token + rotary) + mask_bytes(architecture, computation, tokens),
         loss=chunk_bytes(spec, tokens),
         temporaries=dequantized_bytes(spec)
         + fp8_bytes(spec, tokens)
