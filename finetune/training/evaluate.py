@@ -312,11 +312,11 @@ def answer(
     # The ranks of a group have the same samples: those of its first rank are enough.
     ranks_per_group = world.stage_size // groups
     by_group = by_rank[::ranks_per_group][:groups]
-    found = {
+    by_index = {
         index: Sample(**by_group[place % groups][place // groups])
         for place, index in enumerate(order)
     }
-    return [found[index] for index in range(len(prompts))]
+    return [by_index[index] for index in range(len(prompts))]
 
 
 def _deal(prompts: Sequence[Prompt], groups: int) -> list[int]:

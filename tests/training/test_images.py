@@ -613,5 +613,6 @@ def test_held_out_images_are_answered_in_bounded_batches_that_need_the_tower_on_
     assert len(of_ranks[0]) > 1 and all(
         len(b) <= ANSWERS_AT_ONCE for each in of_ranks for b in each
     )
+    batches = []
     gathered = [[asdict(s) for b in each for s in generate(model, b)] for each in of_ranks]
     assert answer_on(1) == [str(i) for i in range(200)]
