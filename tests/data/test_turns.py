@@ -574,6 +574,7 @@ def test_chat_asks_without_a_template_as_was_trained_also_where_the_tokenizer_wr
     scoring = nn.Module()
     scoring.score = nn.Linear(1, 1)
     scoring.get_output_embeddings = lambda: None  # type: ignore[assignment]
+    scoring.config = LlamaConfig()  # type: ignore[assignment]
     for typed in ("2+2= 4", "2+2= 4<|end|>"):
         question = make_question([{"role": "user", "content": typed}])
         scored = encode_prompt(replace(model, model=scoring), question)

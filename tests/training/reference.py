@@ -228,7 +228,7 @@ def _multiply_dequantized() -> None:
         as_one_row = copy.copy(quant_state)
         as_one_row.shape = torch.Size([1, quant_state.shape.numel()])
         dense = bitsandbytes.functional.dequantize_4bit(weight, as_one_row)
-        return F.linear(inputs, dense.view(quant_state.shape), bias)
+        return F.linear(inputs, dense.view(quant_state.shape).to(inputs.dtype), bias)
 
     bitsandbytes.matmul_4bit = multiply
 
