@@ -15,6 +15,7 @@ from finetune.convert.objectives import ANSWER_CUT_ALONE, PAIRS_SMOOTHED
 from finetune.convert.recognize import Refusal
 from finetune.errors import UserError
 from tests.convert.conftest import Convert, said
+from tests.convert.test_loops import TUNE
 
 AXOLOTL = {
     "base_model": "org/model",
@@ -205,15 +206,6 @@ def test_the_command_of_axolotl_that_trains_is_converted(tmp_path: Path) -> None
         convert_file(script)
 
 
-TORCHTUNE = {
-    "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
-    "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer"},
-    "checkpointer": {
-        "_component_": "torchtune.training.FullModelHFCheckpointer",
-        "checkpoint_dir": "meta-llama/Meta-Llama-3-8B",
-    },
-    "dataset": {"_component_": "torchtune.datasets.alpaca_dataset"},
-}
 AUTOMODEL = {
     "model": {"pretrained_model_name_or_path": "org/model"},
     "dataset": {
@@ -235,7 +227,7 @@ AUTOMODEL = {
 )
 def test_a_loss_that_is_no_cross_entropy_is_said(name: str, is_own: bool, convert: Convert) -> None:
     for file, section, key in (
-        (TORCHTUNE, "loss", "_component_"),
+        (TUNE, "loss", "_component_"),
         (AUTOMODEL, "loss_fn", "_target_"),
     ):
         assert (name in said(convert(file, **{section: {key: name}}))) is is_own
