@@ -425,8 +425,7 @@ def refuse_empty(findings: Iterable[Finding], problem: str) -> NoReturn:
     """Raises one `UserError` that says why nothing is left of the data: the findings above a
     notice, and last `problem`.
     """
-    reasons = [str(finding) for finding in findings if finding.severity != "notice"]
-    raise UserError.of([*reasons, problem])
+    raise UserError.of([*map(str, list_warnings(findings)), problem])
 
 
 def check_longest_example(

@@ -226,10 +226,7 @@ AUTOMODEL = {
     ],
 )
 def test_a_loss_that_is_no_cross_entropy_is_said(name: str, is_own: bool, convert: Convert) -> None:
-    for file, section, key in (
-        (TUNE, "loss", "_component_"),
-        (AUTOMODEL, "loss_fn", "_target_"),
-    ):
+    for file, section, key in ((TUNE, "loss", "_component_"), (AUTOMODEL, "loss_fn", "_target_")):
         assert (name in said(convert(file, **{section: {key: name}}))) is is_own
 
 
