@@ -41,7 +41,7 @@ from finetune.convert.image_models import runs_for_images
 from finetune.convert.model_names import guess_family, guess_vision_family
 from finetune.convert.shared import PACKED_IN_ORDER
 from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows, repeat_rows
-from finetune.convert.value_conversion import Conversion, read_section
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 from finetune.data.formats import LABEL_COLUMNS
 from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
@@ -1014,6 +1014,8 @@ class _FactoryData:
         A name that nothing here explains becomes the path, and is left to do.
         """
         folder = str(self.settings.get("dataset_dir"))
+        if not self.conversion.is_factory_v1 and self.settings.get("stage") != "pt":
+            _remark_once(COLUMN_UNREAD.format("system or tools or history"), self.conversion)
         if folder == "ONLINE":  # get_dataset_list of its data/parser.py
             return [{"path": name}]
         where = f"is not in {self.info_path}"
@@ -1031,6 +1033,8 @@ class _FactoryData:
         elif folder.startswith("REMOTE:"):
             hub = folder.removeprefix("REMOTE:")
             where = f"is described in dataset_info.json of the hub data set {hub}"
+        if not self.conversion.is_factory_v1 and self.settings.get("stage") != "pt":
+            _report_alternation(self.conversion)
         self.conversion.to_do.append(f"datasets: {name} {where}; put {what_to_put} as path")
         return [{"path": name}]
 
@@ -1050,6 +1054,8 @@ class _FactoryData:
             conversion.add_difference(f"{entry.where}.formatting", form, FIRST_MESSAGE)
         elif stage == "pt" and (query := _find_query(entry)):
             conversion.add_difference(f"{entry.where}.columns.query", query, QUERY_JOINED)
+        if stage != "pt":
+            _report_factory_rows(entry, form, conversion)
         trains_texts = stage == "pt" and form == "alpaca"
         sources = _read_factory_entry(entry, self.info_path.parent, method, trains_texts)
         count = sources[0].get("max_samples") if sources else None
@@ -1093,6 +1099,53 @@ THOUGHTS_SWITCHED = (
     "a system message that speaks of no detailed thinking gets the words detailed thinking off "
     "there, and a row without one these alone; here as it is"
 )
+# the converters of LLaMA-Factory's data/converter.py. {}: how a row ends.
+LEFT_OUT_UNLESS_ALTERNATING = (
+    "rows: a conversation is left out there unless questions, or tools' results, alternate in it "
+    "with answers, or calls, and it begins with a question and ends with {}; here it is read, or "
+    "stops the run"
+)
+# DatasetAttr of LLaMA-Factory's data/parser.py. {}: columns.
+COLUMN_UNREAD = (
+    "rows: a column {} that dataset_info.json does not name is not read there; it is here"
+)
+# `join` of DatasetAttr sets these tags to none where others are named
+UNTAGGED = (
+    "without a tag of its own a role is none there, and rows with a turn of it are left out; here "
+    "they are read"
+)
+ROLE_TAGS = ("system_tag", "function_tag", "observation_tag")
+
+
+def _report_factory_rows(entry: DataSetEntry, form: str, conversion: Conversion) -> None:
+    """Reports which rows and columns of an entry LLaMA-Factory leaves out; `form`: its formatting.
+
+    Flattens the entry's columns and tags.
+    """
+    entry.flatten("columns", "tags")
+    columns = ["system", "tools"] if form != "alpaca" else ["system", "tools", "history"]
+    unnamed = [name for name in columns if not entry.unread.get(f"columns.{name}")]
+    if unnamed:
+        _remark_once(COLUMN_UNREAD.format(" or ".join(unnamed)), conversion)
+    if form != "alpaca":
+        _report_alternation(conversion)
+    has_tags = any(key.startswith("tags.") for key in entry.unread)
+    missing = [tag for tag in ROLE_TAGS if not entry.unread.get(f"tags.{tag}")]
+    if form == "sharegpt" and has_tags and missing:
+        conversion.remarks.append(f"{entry.where}.tags: no {', '.join(missing)}   ({UNTAGGED})")
+
+
+def _report_alternation(conversion: Conversion) -> None:
+    """Reports which conversations LLaMA-Factory leaves out."""
+    is_asked = find_method_facts(conversion.recipe).rows == "pairs"
+    end = "one" if is_asked else "an answer"
+    _remark_once(LEFT_OUT_UNLESS_ALTERNATING.format(end), conversion)
+
+
+def _remark_once(line: str, conversion: Conversion) -> None:
+    """Adds a remark that several data sets may share."""
+    if line not in conversion.remarks:
+        conversion.remarks.append(line)
 
 
 def _find_query(entry: DataSetEntry) -> Any:

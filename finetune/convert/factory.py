@@ -77,6 +77,14 @@ UNTRAINED_THOUGHT = (
     "an empty thought that the template puts before an answer without one is not trained there, as "
     "under false, and thoughts stay; here as under true"
 )
+# parse_template of data/template.py, and the classes of templates that it makes
+PARSED_TEMPLATE = (
+    "the turns are pieces of what the tokenizer's own template writes there, which are found by "
+    "comparing texts: what follows an answer's end, as ChatML's line break, is trained too, tools "
+    "and calls are in its own words, an empty thought is in every turn if in one, and a question's "
+    "header lacks its first characters where the tokenizer writes a BOS token and the template "
+    "none; without a template texts stand without turns"
+)
 # __post_init__ of DataArguments in hparams/data_args.py
 ONE_LESS = "packing takes one token off it there, as here"
 SHARED_CUT = (
@@ -115,6 +123,8 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         conversion.add_remark("cutoff_len", length, ONE_LESS)
     if settings.get("enable_thinking", True) is None and stage != "pt":
         conversion.add_difference("enable_thinking", None, UNTRAINED_THOUGHT)
+    if not settings.get("template") and stage != "pt":
+        conversion.add_difference("template", None, PARSED_TEMPLATE)
     _name_eos(settings, conversion)
     if stage == "pt" and settings.get("template"):
         _drop_turns(conversion)

@@ -881,6 +881,7 @@ def test_what_is_not_understood_of_dataset_info_is_listed(
         {"path": "org/chats", "messages_column": "turns", "max_samples": 100}
     ]
     listed = ["ranking: true", 'tags.role_tag: "speaker"', 'tags.user_tag: "client"']
+    listed.append("tags: no system_tag, function_tag, observation_tag")
     listed.append("num_samples: 100")  # of fewer rows some are repeated there
     found = [line.split("   (")[0] for line in said.splitlines() if line.startswith("dataset_info")]
     assert found == [f"dataset_info.json: questions.{key}" for key in listed]

@@ -22,11 +22,12 @@ from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
 from finetune.data.tokenizer import read_template
 from finetune.errors import UserError
+from tests.convert.conftest import said
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"
 AXOLOTL = "base_model: a/model\nsequence_len: 1024\nlearning_rate: 1e-5\nbf16: false\n"
 AXOLOTL_DATA = "datasets:\n  - {path: a/pairs, type: %s}\n"
-FACTORY = "model_name_or_path: a/model\nfinetuning_type: full\ncutoff_len: 1024\ndataset: ours\n"
+FACTORY = "model_name_or_path: a/model\ntemplate: llama3\nfinetuning_type: full\ncutoff_len: 1024\ndataset: ours\n"
 TORCHTUNE = """
 tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 1024}
 model: {_component_: torchtune.models.llama3_1.llama3_1_8b}
@@ -355,5 +356,5 @@ def test_an_answer_of_llama_factorys_mistral_begins_with_a_space_of_its_own(
     _, scored = tokenize_pair(tokenizer, "mistral")
     theirs = tokenizer(" Once", add_special_tokens=False).input_ids
     assert (scored[: len(theirs)] == theirs) == bool(marks)
-    assert SPACE_DOUBLED in str(convert(FACTORY + "template: mistral\n", tmp_path).remarks)
-    assert SPACE_DOUBLED not in str(convert(FACTORY + "template: llama2\n", tmp_path).remarks)
+    assert SPACE_DOUBLED in said(convert(FACTORY.replace("llama3", "mistral"), tmp_path))
+    assert SPACE_DOUBLED not in said(convert(FACTORY.replace("llama3", "llama2"), tmp_path))
