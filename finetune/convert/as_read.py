@@ -30,6 +30,7 @@ CUSTOM_OPTIMIZERS = (
 DEFAULT_LOGGING_STEPS = {"TRL": 10, "LLaMA-Factory": 500}
 TRUE_WORDS = ("True", "true")
 EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second is the older name
+STRATEGY_KEYS = (*EVALUATION_STRATEGIES, "save_strategy")
 # peft's defaults, by get_lora_ga_model of the package lora_ga: prepare_adapter of ms-swift's
 # pipelines/train/tuner.py hands it no key of the adapters
 ADAPTERS_OF_LORA_GA = {"lora_rank": 8, "lora_alpha": 8, "lora_dropout": 0.0}
@@ -247,7 +248,7 @@ NULL_WORDS: Mapping[str, Any] = {"none": None}
 WORDS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": {**TRUTH_WORDS, **NULL_WORDS, "null": None},
     "Automodel": {**TRUTH_WORDS, **NULL_WORDS},
-    "ms-swift": TRUTH_WORDS,
+    "ms-swift": {**TRUTH_WORDS, "yes": True},
     "Axolotl": TRUTH_WORDS,
 }
 AS_TEXT = ("report_to", "eos_token", "pad_token")  # keys whose values TRL leaves as they are
@@ -256,7 +257,11 @@ AS_TEXT = ("report_to", "eos_token", "pad_token")  # keys whose values TRL leave
 def _read_word(tool: Tool, key: str, value: Any) -> Any:
     """Returns the value that the tool reads for a word; in nested mappings and lists too where the
     tool is Automodel.
+
+    YAML, by which the values of a command are read too, takes the strategy no for false.
     """
+    if key in STRATEGY_KEYS and value is False:
+        return "no"
     if isinstance(value, str) and key not in AS_TEXT:
         return WORDS.get(tool, {}).get(value.lower(), value)
     if isinstance(value, dict) and tool == "Automodel":

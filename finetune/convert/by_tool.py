@@ -457,9 +457,11 @@ HELD_OUT_ALIKE = (
 )
 # prediction_step of Trainer, which calls compute_loss
 HELD_OUT_SMOOTHED = "eval_loss: with label smoothing there, without it here"
-# torchtune's run_val_every_n_steps: null, and _configure_save_and_eval_strategy of Axolotl
+# torchtune's run_val_every_n_steps: null, _configure_save_and_eval_strategy of Axolotl, and
+# eval_strategy: no of transformers' Trainer; do_eval of LLaMA-Factory measures at the end
 NOT_MEASURED = (
-    "eval_loss: not measured there without a number of steps; here before and after training"
+    "eval_loss: not measured there without a number of steps or a strategy; here before and after "
+    "training"
 )
 
 
@@ -472,7 +474,8 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
     if not {"eval_datasets", "eval_split_size"} & recipe.keys():
         return
     is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
-    if conversion.tool in ("torchtune", "Axolotl") and not is_measured:
+    evaluates_at_end = conversion.tool == "Automodel" or settings.get("do_eval")
+    if not is_measured and not evaluates_at_end:
         conversion.remarks.append(NOT_MEASURED)
     uses_trainer = conversion.tool not in ("torchtune", "Automodel")
     saves_each_evaluation = recipe.get("save_steps") == recipe.get("eval_steps")

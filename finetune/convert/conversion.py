@@ -502,6 +502,8 @@ def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Convers
 
 def _set_key(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
     """Sets our key of `pair`, or reports a value that has no equivalent (`lr_scheduler: rex`)."""
+    if pair.carry == "bits":
+        value = convert_number(value)  # it may be in quotes
     ours = convert_value(pair, value, conversion.recipe)
     if ours is LEAVE:
         return

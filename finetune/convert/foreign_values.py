@@ -32,14 +32,15 @@ def shorten(value: Any) -> str:
 def convert_number(value: Any) -> Any:
     """Converts text that is a number, as YAML 1.1 reads 2e-5; returns any other value unchanged.
 
-    >>> convert_number("2e-5"), convert_number("auto")
-    (2e-05, 'auto')
+    >>> convert_number("2e-5"), convert_number("16"), convert_number("auto")
+    (2e-05, 16, 'auto')
     """
     if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        for kind in (int, float):
+            try:
+                return kind(value)
+            except ValueError:
+                continue
     return value
 
 
@@ -49,7 +50,7 @@ def read_number(key: str, value: Any, example: str, least: float = -math.inf) ->
     `example` is the value that the error suggests.
 
     >>> read_number("save_steps", "500", "100"), read_number("min_lr", 0, "1e-6")
-    (500.0, 0)
+    (500, 0)
     """
     number = convert_number(value)
     if isinstance(number, bool) or not is_fp32_number(number):

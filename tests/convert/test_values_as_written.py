@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from finetune.convert.asked_layout import read_layout
+from finetune.convert.by_tool import NOT_MEASURED
 from finetune.convert.conversion import TRAINED_AS_FILED, convert_file
 from finetune.convert.datasets import FIRST_MESSAGE, QUERY_JOINED, THOUGHTS_SWITCHED
 from finetune.convert.factory import ONE_LESS, UNTRAINED_THOUGHT
@@ -358,3 +359,33 @@ def test_a_script_that_trains_again_says_what_is_not_converted(tmp_path: Path) -
     assert "other_commands" not in said(convert_file(script))
     script.write_text(f"{command}{command}swift rlhf --rlhf_type dpo --model out\n")
     assert 'other_commands: ["ms-swift sft", "ms-swift rlhf"]' in said(convert_file(script))
+
+
+def test_no_is_a_strategy_of_a_command_and_holds_no_rows_out() -> None:
+    """_init_eval_strategy of ms-swift's sft_args.py; YAML reads the word as false."""
+    command = "swift sft --model org/model --dataset a.jsonl --split_dataset_ratio 0.1 "
+    for key in ("eval_strategy", "save_strategy"):
+        recipe = convert_file(Path(f"{command}--{key} no")).recipe
+        assert not {"eval_split_size", "eval_steps"} & recipe.keys()
+    found = convert_file(Path(f"{command}--val_dataset b.jsonl --eval_strategy no"))
+    assert NOT_MEASURED in found.remarks and "eval_steps" not in found.recipe
+    assert (
+        "eval_datasets"
+        not in convert_file(Path(f"{COMMAND.format('sft')}--eval_strategy no")).recipe
+    )
+
+
+@pytest.mark.parametrize("keys", [{}, {"do_eval": True}, {"eval_strategy": "epoch"}])
+def test_trainer_measures_held_out_rows_by_a_strategy_or_at_the_end(
+    keys: dict[str, Any], convert: Convert
+) -> None:
+    file = {"model_name_or_path": "org/model", "stage": "sft", "dataset": "a", "val_size": 0.1}
+    assert (NOT_MEASURED in said(convert(file, **keys))) is (keys == {})
+
+
+def test_a_number_in_quotes_is_the_number(convert: Convert) -> None:
+    file = {"model_name_or_path": "org/model", "stage": "sft", "dataset": "a", "lora_rank": "16"}
+    assert convert(file).recipe["lora_r"] == 16
+    swift = {"model": "org/model", "tuner_type": "lora", "dataset": ["a.jsonl"], "packing": "yes"}
+    recipe = convert(swift, quant_bits="4", quant_method="bnb").recipe
+    assert recipe["load_in_4bit"] is True and recipe["packing"] is True
