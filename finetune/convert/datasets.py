@@ -336,6 +336,9 @@ WITHOUT_TEMPLATE = (
     "mistral-common's tokenizer has no chat template there: prompt and answer are plain text, and "
     "no end-of-text token follows; here the tokenizer's own template writes them where it has one"
 )
+# __init__ of this class in Automodel's components/datasets/llm
+COLUMN_MAPPED = "ColumnMappedTextInstructionDataset"
+FIRST_OF_ALL = "so many rows of the slice, or of all files together, there; here all of them"
 # keys of Automodel's section `tokenizer` that need no report: _build_tokenizer of its
 # recipes/llm/train_ft.py
 TOKENIZER_KEYS = (
@@ -445,8 +448,8 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
             "goes under `function: my_data.py:rows`"
         )
     keys = entry.take_name_and_split()
-    if str(path).endswith((".json", ".jsonl")):
-        keys["split"] = None
+    if isinstance(path, list) or str(path).endswith((".json", ".jsonl", ".ndjson")):
+        keys["split"] = None  # it is not read beside local files
     shuffle_seed = entry.take("shuffle_seed")
     if shuffle_seed is not None and "[" in str(keys["split"]):
         conversion.add_difference(f"{entry.where}.shuffle_seed", shuffle_seed, SHUFFLED_BEFORE)
@@ -458,6 +461,10 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
         conversion.recipe["chat_template"] = str(template)
     paths = path if isinstance(path, list) else [path]
     limit = next(filter(None, limits), None)
+    takes_of_slice = kind == COLUMN_MAPPED and "[" in str(keys["split"])
+    if limit and (len(paths) > 1 or takes_of_slice):
+        conversion.add_difference(f"{entry.where}.limit_dataset_samples", limit, FIRST_OF_ALL)
+        limit = None
     return [take_first_rows(our_entry, limit) for our_entry in make_sources(paths, **keys)]
 
 
@@ -1230,16 +1237,22 @@ SWIFT_HUB = (
     "names of ModelScope's hub there, and code of its own rewrites the rows of some: name a file, "
     "or the data set on Hugging Face's, where it differs"
 )
-# path:subset#count, of which the subset and the count may be missing
-SWIFT_NAME = re.compile(r"(?P<path>[^#]*?)(?::(?P<name>[\w/-]+))?(?:#(?P<count>\d+))?")
+# hub::path:subset/subset#count, of which the path alone must be there: `parse` of ms-swift's
+# dataset_syntax.py
+SWIFT_NAME = re.compile(
+    r"((?P<hub>hf|ms)::)?(?P<path>[^#]*?)(:(?P<subsets>[\w/-]+))?(#(?P<count>\d+))?", re.IGNORECASE
+)
+# _select_subsets and load of its dataset/loader.py
+ALL_SUBSETS = "all subsets that ms-swift lists for it, else its default one; here the default alone"
+COUNT_OF_SUBSETS = "so many rows of all its subsets together there; here all rows"
 
 
 def _read_swift(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
     """Converts the data sets of an ms-swift file: (for training, held out)."""
-    train = _list_swift(settings.get("dataset"))
-    held_out = _list_swift(settings.get("val_dataset"))
+    train = _list_swift("dataset", settings, conversion)
+    held_out = _list_swift("val_dataset", settings, conversion)
     for entry in train:
         if not entry.get("max_samples") or settings.get("streaming"):
             continue
@@ -1247,23 +1260,41 @@ def _read_swift(
         if settings.get("split_dataset_ratio") or not repeat_rows(entry, conversion):
             conversion.add_remark("dataset", f"{entry['path']}#{entry['max_samples']}", REPEATED)
     adapt_rows(train + held_out, conversion)
-    paths = [entry["path"] for entry in train + held_out]
+    paths = [entry["path"] for entry in train + held_out if entry.pop("hub") == "ms"]
     known = ON_HUGGING_FACE.values()
     # a path without an ending is the name of a data set on a hub
     names = [path for path in paths if not Path(path).suffix and path not in known]
-    if names and not settings.get("use_hf"):
+    if names:
         conversion.to_do.append(f"datasets: {', '.join(names)}: {SWIFT_HUB}")
     return train, held_out
 
 
-def _list_swift(value: Any) -> Sources:
-    """Makes our entries of one or several names; a name that does not match is left out."""
+def _list_swift(key: str, settings: ToolFile, conversion: Conversion) -> Sources:
+    """Makes our entries of the names under `key`, one for each subset, which also have a `hub`: hf
+    or ms.
+
+    A name that does not match is left out.
+    """
+    value = settings.get(key)
+    default_hub = "hf" if settings.get("use_hf") else "ms"
     sources: Sources = []
     for text in value if isinstance(value, list) else [value]:
-        match = SWIFT_NAME.fullmatch(str(text or "").removeprefix("HF::").removeprefix("MS::"))
-        if match is not None and match["path"]:
-            count = int(match["count"]) if match["count"] else None
-            sources += make_sources([match["path"]], name=match["name"], max_samples=count)
+        match = SWIFT_NAME.fullmatch(str(text or ""))
+        if match is None or not match["path"]:
+            continue
+        count = int(match["count"]) if match["count"] else None
+        subsets = (match["subsets"] or "").split("/")
+        if subsets == ["all"]:
+            conversion.add_difference(key, text, ALL_SUBSETS)
+            subsets = [""]
+        if count and len(subsets) > 1:
+            conversion.add_difference(key, text, COUNT_OF_SUBSETS)
+            count = None
+        hub = (match["hub"] or default_hub).lower()
+        for subset in subsets:
+            sources += make_sources(
+                [match["path"]], name=subset or None, max_samples=count, hub=hub
+            )
     return sources
 
 

@@ -161,6 +161,7 @@ SYSTEMS = {
         "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
     ),
 }
+NO_SYSTEM = "no system message is written there for a row without one; here the template's own"
 SYSTEM_THERE = "of a row without one this is the system message there; here the tokenizer's own"
 
 
@@ -186,6 +187,8 @@ def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
     keeps_thoughts = settings.get("preserve_thinking", not trains_last)
     if keeps_thoughts and (is_hybrid or THINKING.search(name)):
         conversion.remarks.append(THOUGHTS_KEPT)
+    if settings.get("system") == "":
+        conversion.add_difference("system", "", NO_SYSTEM)
     system = next((text for models, text in SYSTEMS.items() if re.search(models, name)), None)
     if system and not template and settings.get("system") is None:
         conversion.add_difference("system", system, SYSTEM_THERE)
@@ -418,9 +421,11 @@ def _adapt_optimizer(settings: ToolFile, conversion: Conversion) -> None:
 
 # get_quantization_config of arguments/base_args/quant_args.py
 WITHOUT_METHOD = "no quantization there without quant_method: bnb"
-# compute_loss of trainers/seq2seq_trainer.py
+# compute_loss of trainers/seq2seq_trainer.py, and training_step of transformers' Trainer
 SMOOTHED_MEANS = (
-    "the mean of each micro-batch over its labels there; here the mean over those of the whole step"
+    "the sum of the micro-batches' means over their labels there, before clipping: about "
+    "gradient_accumulation_steps times the processes as much; here the mean over the labels of the "
+    "whole step"
 )
 # names that stand for modules of a kind: get_target_modules and get_modules_to_save of
 # pipelines/train/tuner.py, and of megatron/utils/utils.py
@@ -440,7 +445,8 @@ def _adapt_swifts_values(settings: ToolFile, conversion: Conversion) -> None:
             recipe.pop(key, None)
         conversion.add_remark("quant_bits", settings["quant_bits"], WITHOUT_METHOD)
     if recipe.get("label_smoothing"):
-        conversion.add_remark("label_smoothing_factor", recipe["label_smoothing"], SMOOTHED_MEANS)
+        share = recipe["label_smoothing"]
+        conversion.add_difference("label_smoothing_factor", share, SMOOTHED_MEANS)
     for key in ("target_modules", "modules_to_save"):
         names = convert_names(settings.get(key)) or []
         kinds = [name for name in names if name in KINDS_OF_MODULES]
