@@ -19,8 +19,8 @@ from finetune.convert.shared import describe_shares
 from finetune.convert.value_conversion import Conversion, convert_names
 
 SWIFT_TURNS = (
-    "ms-swift writes the model's turns by templates of its own; the tokenizer's is used here: "
-    "compare them"
+    "ms-swift writes the model's turns by templates of its own, some with a system message or words"
+    " that the tokenizer's lacks; that is used here: compare them"
 )
 
 
@@ -110,23 +110,38 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
 
 # _swift_encode and _add_dynamic_eos of template/base.py
 ENDS_WHOLE = (
-    "template: all that its template writes after an answer is trained there, as ChatML's line "
-    "break or GLM's <|user|>; here the token alone that ends a turn"
+    "template: all that its template writes after the last answer of a row is trained there, as "
+    "ChatML's line break or GLM's <|user|>, and after an earlier one if that begins alike; here "
+    "the token alone that ends a turn"
 )
 # models after whose answers a template writes only the token that ends the turn
 WITHOUT_MORE = re.compile(r"deepseek|gpt-?oss|llama|gemma-?[123]|phi|mistral|mixtral")
-# the chat_sep of its template gpt_oss: unlike a suffix it is not trained
+# Its templates with another chat_sep than suffix, which alone is trained, and their models.
+OTHER_SEPARATORS = re.compile(
+    r"^(baichuan|bluelm|chatglm2|codefuse_codellama|default|ernie|gpt_oss|ling|longwriter_llama|"
+    r"mengzi|minicpm|numina|openbuddy|ring2|wizardlm2|ziya)$|"
+    r"gpt-?oss|ernie-?4\.5(?!.*thinking)|phi-?2|(?<!falcon-)mamba-\d|longwriter-llama|minicpm-moe|"
+    r"openbuddy-(llama-|llama2|mistral|mixtral|zephyr)|codefuse-codellama"
+)
 EARLIER_ENDS = (
-    "answers before the last one of a row end with <|end|> there, which is not trained, all with "
-    "<|return|> here"
+    "answers before the last one of a row end otherwise than that there, by text that is not "
+    "trained; here all with the same token, which is"
 )
 # Models, by their templates: with a non_thinking_prefix, and the others with is_thinking.
 HYBRID = re.compile(
-    r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|guard|embedding|omni))|"
-    r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan|youtu|"
-    r"kimi-k2\.[5-9]|minicpm-?5|\bhy-?3-preview"
+    r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|embedding|omni))|"
+    r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan-\d|"
+    r"youtu|kimi-k2\.[5-9]|minicpm-?5|\bhy-?3"
 )
-THINKING = re.compile(r"qwq|deepseek-?r1|thinking|nemotron-?3|minimax-?m2")
+THINKING = re.compile(
+    r"qwq(?!.*preview)|deepseek-?r1|thinking|nemotron-?3|minimax-?m2|qwenlong-l1|rumination"
+)
+# Those whose empty thought is trained whatever the keys say: theirs is no <think> alone.
+UNIGNORED = re.compile(r"\bhy-?3(?!-preview)|qwen-?3guard")
+# non_thinking_prefix_only_after_user of their template_cls
+AFTER_QUESTIONS = re.compile(r"gemma-?4|deepseek-?v3\.[12]")
+# preserve_thinking of their TemplateMeta
+ALWAYS_KEEPING = re.compile(r"qwen-?3\.8")
 # _add_non_thinking_prefix of template/base.py, and _set_loss_scale of template_args.py. {}: which
 # turns.
 EMPTY_THOUGHTS = (
@@ -140,7 +155,7 @@ TRAINED_THOUGHTS = (
 )
 # other models, whose tokenizers' templates write an empty thought, or may
 WRITING_THOUGHTS = re.compile(
-    r"^(?!.*(\bhy-?3|minimax-?m3|kimi-?k3|seed-oss)).*"
+    r"^(?!.*(minimax-?m3|kimi-?k3|seed-oss)).*"
     f"({ALWAYS_THINKING.pattern}|{MAYBE_THINKING.pattern})"
 )
 NO_EMPTY_THOUGHTS = (
@@ -163,6 +178,26 @@ SYSTEMS = {
 }
 NO_SYSTEM = "no system message is written there for a row without one; here the template's own"
 SYSTEM_THERE = "of a row without one this is the system message there; here the tokenizer's own"
+# other models whose template has a default_system
+WITH_SYSTEM = re.compile(
+    r"(?<!-)(llama-?2-|mistral-7b|mixtral)|chinese-llama-2|codestral-22b|c4ai-command-r|aya-expanse|"
+    r"yi-coder|mistral-small-(24b|3\.1)|devstral-small-2505|phi-?2|(?<!falcon-)mamba-\d|dots\.llm1|"
+    r"reflection|skywork-o1|wizardlm-2|dbrx|minimax-m2|moonlight|rumination|openbuddy"
+)
+ANY_SYSTEM = (
+    "of a row without one a system message by ms-swift's template stands there; here what the "
+    "tokenizer's own writes, if anything"
+)
+# model -> what its template writes otherwise: templates/mistral.py and templates/seed.py
+OTHER_WORDS = {
+    r"mistral-(nemo|small-instruct-24|large-instruct-24)|ministral-8b": (
+        "the last question of a row without a system message begins with the text {{SYSTEM}} there"
+    ),
+    r"seed-oss": (
+        "the system message names a thinking budget there, and an answer without a thought begins "
+        "with one, which is trained; here as the tokenizer's template writes them"
+    ),
+}
 
 
 def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
@@ -172,14 +207,27 @@ def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
     masks_prompts = conversion.recipe.get("assistant_only_loss") is not False
     if masks_prompts and (template or not WITHOUT_MORE.search(name)):
         conversion.remarks.append(ENDS_WHOLE)
-    if masks_prompts and guess_family(name) == "gpt_oss":
+    if masks_prompts and OTHER_SEPARATORS.search(str(template or name)):
         conversion.add_difference("template", template, EARLIER_ENDS)
+    _report_thoughts(name, settings, conversion)
+    if not template and settings.get("system") is None:
+        _report_system(name, conversion)
+
+
+def _report_thoughts(name: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports which thoughts of answers ms-swift writes, trains and leaves out.
+
+    `name` is the model's, in lower case.
+    """
+    template = settings.get("template")
     is_hybrid = HYBRID.search(name) is not None
     # then ms-swift keeps the thought of the last answer alone
-    trains_last = conversion.recipe.get("turns") == "last"
+    trains_last = conversion.recipe.get("turns") == "last" and not ALWAYS_KEEPING.search(name)
     if is_hybrid and not template and settings.get("add_non_thinking_prefix", True):
         turns = "in the last turn" if trains_last else "in every turn"
-        are_trained = settings.get("disable_ignore_empty_think")
+        if AFTER_QUESTIONS.search(name):
+            turns += " but those after a tool's result"
+        are_trained = settings.get("disable_ignore_empty_think") or UNIGNORED.search(name)
         note = TRAINED_THOUGHTS if are_trained else EMPTY_THOUGHTS
         conversion.add_difference("template", None, note.format(turns))
     elif not template and not is_hybrid and WRITING_THOUGHTS.search(name):
@@ -189,9 +237,18 @@ def _report_turns(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(THOUGHTS_KEPT)
     if settings.get("system") == "":
         conversion.add_difference("system", "", NO_SYSTEM)
+
+
+def _report_system(name: str, conversion: Conversion) -> None:
+    """Reports the system message, and other words, that ms-swift's template of a model writes."""
     system = next((text for models, text in SYSTEMS.items() if re.search(models, name)), None)
-    if system and not template and settings.get("system") is None:
+    if system:
         conversion.add_difference("system", system, SYSTEM_THERE)
+    elif WITH_SYSTEM.search(name):
+        conversion.add_difference("system", None, ANY_SYSTEM)
+    for models, note in OTHER_WORDS.items():
+        if re.search(models, name):
+            conversion.add_difference("template", None, note)
 
 
 # BatchSamplerShard of dataloader/shard.py

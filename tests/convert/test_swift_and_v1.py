@@ -21,6 +21,7 @@ from finetune.convert.numbers import ROUNDED_MORE_OFTEN
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
 from finetune.convert.swift import (
     ANOTHER_OPTIMIZER,
+    ANY_SYSTEM,
     BOTH_RANDOM,
     BY_LORA_GA,
     COPIES_IN_16_BITS,
@@ -35,6 +36,7 @@ from finetune.convert.swift import (
     NOT_OF_ALL_RANKS,
     NOT_ON_MAMBA,
     ON_MODELSCOPE,
+    OTHER_WORDS,
     PACKED_AT_ONCE,
     READ_TWICE,
     ROWS_UNTRAINED,
@@ -82,6 +84,46 @@ def test_what_ms_swifts_template_of_a_model_writes_by_itself_is_said(
     known = (SYSTEM_THERE, EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT)
     assert [line for line in known if line in text] == lines
     assert SYSTEM_THERE not in said(convert(SWIFT, model=name, system="You help."))
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("baidu/ERNIE-4.5-21B-A3B-PT", [EARLIER_ENDS, NO_EMPTY_THOUGHTS]),
+        ("openai/gpt-oss-20b", [EARLIER_ENDS]),
+        ("mistralai/Mistral-7B-Instruct-v0.3", [ANY_SYSTEM]),
+        ("mistralai/Mistral-Nemo-Instruct-2407", [next(iter(OTHER_WORDS.values()))]),
+        ("meta-llama/Llama-2-7b-chat-hf", [ANY_SYSTEM]),
+        ("meta-llama/Llama-3.1-8B-Instruct", []),
+        ("Tencent-Hunyuan/Hunyuan-A13B-Instruct", [NO_EMPTY_THOUGHTS]),
+        ("Tencent-Hunyuan/Hunyuan-7B-Instruct", [EMPTY_THOUGHTS.format("in every turn")]),
+        ("Tencent-Hunyuan/Hy3", [TRAINED_THOUGHTS.format("in every turn")]),
+        ("Qwen/Qwen3Guard-Gen-4B", [TRAINED_THOUGHTS.format("in every turn")]),
+        ("ByteDance-Seed/Seed-OSS-36B-Instruct", [OTHER_WORDS["seed-oss"]]),
+    ],
+)
+def test_words_that_ms_swifts_template_of_a_model_adds_are_said(
+    name: str, lines: list[str], convert: Convert
+) -> None:
+    """chat_sep, suffix, default_system and template_cls of its templates, by model/models; those of
+    ERNIE, Hunyuan, Hy3, Mistral, Qwen3Guard and Seed-OSS by running its encode on a row.
+    """
+    text = said(convert(SWIFT, model=name))
+    empty, trained = (note.format("in every turn") for note in (EMPTY_THOUGHTS, TRAINED_THOUGHTS))
+    known = (EARLIER_ENDS, ANY_SYSTEM, NO_EMPTY_THOUGHTS, empty, trained, *OTHER_WORDS.values())
+    assert [line for line in known if line in text] == lines
+
+
+def test_an_empty_thought_of_ms_swifts_may_stand_after_questions_alone(convert: Convert) -> None:
+    """non_thinking_prefix_only_after_user of Gemma4Template and DeepseekV3_1Template."""
+    text = said(convert(SWIFT, model="google/gemma-4-31B-it"))
+    assert EMPTY_THOUGHTS.format("in every turn but those after a tool's result") in text
+
+
+def test_qwen3_8_keeps_thoughts_under_last_round_too(convert: Convert) -> None:
+    """preserve_thinking of its TemplateMeta."""
+    text = said(convert(SWIFT, model="Qwen/Qwen3.8-27B", loss_scale="last_round"))
+    assert EMPTY_THOUGHTS.format("in every turn") in text and THOUGHTS_KEPT in text
 
 
 @pytest.mark.parametrize(
