@@ -334,6 +334,7 @@ def _convert(file: LoadedFile) -> Conversion:
     report_saved_template(settings, conversion)
     end_last_answers(settings, conversion)
     add_defaults(settings, conversion)
+    _share_default_rate(settings, known, conversion)
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)
     # 3. What a run would refuse.
@@ -389,6 +390,18 @@ def _rank_key(key: str, known: Mapping[str, Counterpart]) -> int:
     if key.rsplit(".", 1)[-1] in RATES:
         return 0
     return 2 if key in known and known[key].carry in DECISIVE else 1
+
+
+def _share_default_rate(
+    settings: ToolFile, known: Mapping[str, Counterpart], conversion: Conversion
+) -> None:
+    """Sets a schedule's lowest rate as a share of the tool's default learning rate."""
+    recipe = conversion.recipe
+    rate = recipe.get("learning_rate", recipe_keys()["learning_rate"].default)
+    for key, value in _walk(settings, known):
+        is_lowest = key in known and known[key].carry == "min-rate" and value is not None
+        if is_lowest and "min_lr_ratio" not in recipe:
+            recipe["min_lr_ratio"] = convert_value(known[key], value, {"learning_rate": rate})
 
 
 def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> None:

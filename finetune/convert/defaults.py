@@ -253,6 +253,8 @@ def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:
 # bitsandbytes, and those that are AdamW by default. It is 0 in others, such as torch's Adam and
 # SGD, and Transformer Engine's FusedAdam.
 DECAYING = re.compile("AdamW|Offload|Config$")
+# DionConfigBase of Automodel's components/optim, which also makes Dion's classes
+OF_DION = re.compile(r"^dion\.|(Muon|Dion2?)Config$")
 
 
 def set_optimizers_defaults(name: str, recipe: dict[str, Any]) -> None:
@@ -260,5 +262,8 @@ def set_optimizers_defaults(name: str, recipe: dict[str, Any]) -> None:
 
     Values that the recipe has already stay.
     """
+    if OF_DION.search(name):
+        recipe.setdefault("weight_decay", 0.0)
+        recipe.setdefault("learning_rate", 5e-4)
     recipe.setdefault("weight_decay", 0.01 if DECAYING.search(name) else 0.0)
     recipe.setdefault("learning_rate", 1e-4 if name.endswith("Config") else 1e-3)

@@ -62,6 +62,8 @@ FAMILIES = (
     (r"recurrent-?gemma", "recurrent_gemma"),
     (r"vault-?gemma", "vaultgemma"),
     (r"gemma-?4-12b", "gemma4_unified_text"),
+    (r"(med|translate|function)gemma", "gemma3_text"),
+    (r"txgemma", "gemma2"),
     (r"gemma-?4", "gemma4_text"),
     (r"gemma-?3n", "gemma3n_text"),
     (r"gemma-?3", "gemma3_text"),
@@ -143,8 +145,9 @@ VISION_FAMILIES = (
     (r"internvl", "internvl"),
     (r"gemma-?3n", "gemma3n"),
     (r"gemma-?3-(4|12|27)b", "gemma3"),
+    (r"medgemma-(?!27b-text)|translategemma", "gemma3"),
     (r"gemma-?4-12b", "gemma4_unified"),
-    (r"gemma-?4", "gemma4"),
+    (r"gemma-?4(?!b)", "gemma4"),
     (r"glm-?5\.3-flash", "glm5_next"),
     (r"glm-4\.6v", "glm46v"),
     (r"glm-4\.5v", "glm4v_moe"),
@@ -180,7 +183,7 @@ VISION_FAMILIES = (
 )
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio|[-_]tts\b")
 # models of text that also take sound
-HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4|phi-?4-?multimodal|minicpm-?o")
+HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4(?!b)|phi-?4-?multimodal|minicpm-?o")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\d?\b|\bvl[-_]|vision|pixtral|smolvlm|llava|internvl|kimi-vl|glm-4\.\dv|"
     r"minicpm-[vo]|ocr\b|\bovis|\bemu3"

@@ -130,16 +130,16 @@ EARLIER_ENDS = (
 # Models, by their templates: with a non_thinking_prefix, and the others with is_thinking.
 HYBRID = re.compile(
     r"^(?!.*(instruct|thinking|coder|deepseek-r1)).*qwen-?3(?!-?(next|vl|coder|embedding|omni))|"
-    r"glm-?4\.[567]|glm-?5|gemma-?4(?!.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan-\d|"
+    r"glm-?4\.[567]|glm-?5|gemma-?4(?!b|.*e[24]b)|deepseek-?v(3\.[12]|4)|hunyuan-\d|"
     r"youtu|kimi-k2\.[5-9]|minicpm-?5|\bhy-?3"
 )
 THINKING = re.compile(
     r"qwq(?!.*preview)|deepseek-?r1|thinking|nemotron-?3|minimax-?m2|qwenlong-l1|rumination"
 )
 # Those whose empty thought is trained whatever the keys say: theirs is no <think> alone.
-UNIGNORED = re.compile(r"\bhy-?3(?!-preview)|qwen-?3guard")
+UNIGNORED = re.compile(r"\bhy-?3(?!-preview)|qwen-?3-?(guard|reranker)")
 # non_thinking_prefix_only_after_user of their template_cls
-AFTER_QUESTIONS = re.compile(r"gemma-?4|deepseek-?v3\.[12]")
+AFTER_QUESTIONS = re.compile(r"gemma-?4(?!b)|deepseek-?v3\.[12]")
 # preserve_thinking of their TemplateMeta
 ALWAYS_KEEPING = re.compile(r"qwen-?3\.8")
 # _add_non_thinking_prefix of template/base.py, and _set_loss_scale of template_args.py. {}: which

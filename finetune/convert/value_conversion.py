@@ -284,8 +284,13 @@ def _convert_strategy(key: str, value: Any) -> Any:
     return name if name in STRATEGIES[key] else None
 
 
-def _convert_min_rate(key: str, value: Any, learning_rate: Any) -> float | None:
-    """Returns a schedule's lowest rate as a share of `learning_rate`; None if that is unknown."""
+def _convert_min_rate(key: str, value: Any, learning_rate: Any) -> Any:
+    """Returns a schedule's lowest rate as a share of `learning_rate`; None if that is no number.
+
+    Returns LEAVE without a learning rate: the default is set later.
+    """
+    if learning_rate is None:
+        return LEAVE
     min_rate = read_number(key, value, "1e-6")
     peak_rate = convert_number(learning_rate)
     is_known = isinstance(peak_rate, int | float) and peak_rate
@@ -317,7 +322,8 @@ CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     "flag": lambda value: True if value else LEAVE,
     "targets": convert_targets,
     "schedule": lambda value: SCHEDULES.get(str(value).lower().rsplit(".", 1)[-1]),
-    "optimizer": lambda value: convert_optimizer(str(value)),
+    # Automodel's name of a class, or of its Config
+    "optimizer": lambda value: convert_optimizer(str(value).removesuffix("Config")),
     "attention": _convert_attention,
     "dtype": lambda value: {"auto": LEAVE, **DTYPES}.get(str(value).rsplit(".", 1)[-1]),
     "resume": _convert_resume,

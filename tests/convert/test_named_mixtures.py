@@ -13,6 +13,7 @@ from finetune.convert.model_names import (
     UNTRIED_IN_FEW_BITS,
     find_refused_models,
     guess_family,
+    guess_vision_family,
     is_mixture,
 )
 from finetune.convert.value_conversion import Conversion
@@ -99,6 +100,22 @@ def test_a_name_says_its_family(name: str, family: str) -> None:
     assert guess_family(name) == family and is_mixture(name)
     refused = list(find_refused_models({"base_model": name, "load_in_4bit": True}))
     assert bool(refused) == (family in UNTRIED_IN_FEW_BITS)
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "whole"),
+    [
+        ("google/medgemma-4b-it", "gemma3_text", "gemma3"),
+        ("google/medgemma-27b-text-it", "gemma3_text", "gemma3_text"),
+        ("google/translategemma-4b-it", "gemma3_text", "gemma3"),
+        ("google/functiongemma-270m-it", "gemma3_text", "gemma3_text"),
+        ("google/txgemma-9b-chat", "gemma2", "gemma2"),
+        ("google/gemma-4-31B-it", "gemma4_text", "gemma4"),
+    ],
+)
+def test_a_model_on_a_gemma_is_of_its_family(name: str, family: str, whole: str) -> None:
+    """By model_type of their config.json."""
+    assert (guess_family(name), guess_vision_family(name)) == (family, whole)
 
 
 def convert(folder: Path, **keys: Any) -> Conversion:

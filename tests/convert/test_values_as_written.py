@@ -389,3 +389,41 @@ def test_a_number_in_quotes_is_the_number(convert: Convert) -> None:
     swift = {"model": "org/model", "tuner_type": "lora", "dataset": ["a.jsonl"], "packing": "yes"}
     recipe = convert(swift, quant_bits="4", quant_method="bnb").recipe
     assert recipe["load_in_4bit"] is True and recipe["packing"] is True
+
+
+@pytest.mark.parametrize(("tuner", "ratio"), [("lora", 0.01), ("full", 0.1)])
+def test_a_lowest_rate_is_a_share_of_the_tools_default_rate(
+    tuner: str, ratio: float, convert: Convert
+) -> None:
+    """1e-4, in full fine-tuning 1e-5: _init_learning_rate of ms-swift's sft_args.py."""
+    swift = {"model": "org/model", "tuner_type": tuner, "dataset": ["a.jsonl"]}
+    schedule = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-6}}
+    found = convert(swift | schedule)
+    assert found.recipe["min_lr_ratio"] == pytest.approx(ratio) and "min_lr: " not in said(found)
+    factory = {"model_name_or_path": "org/model", "stage": "sft", "dataset": "a"}
+    assert convert(factory | schedule).recipe["min_lr_ratio"] == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "decay", "is_adamw"),
+    [
+        ("dion.Muon", 5e-4, 0.0, False),
+        ("nemo_automodel.components.optim.optimizer.MuonConfig", 5e-4, 0.0, False),
+        ("nemo_automodel.components.optim.optimizer.FusedAdamConfig", 1e-4, 0.01, True),
+    ],
+)
+def test_the_defaults_of_automodels_optimizers_are_those_of_their_configs(
+    name: str, rate: float, decay: float, is_adamw: bool, convert: Convert
+) -> None:
+    """Its components/optim/optimizer.py."""
+    file = {
+        "model": {
+            "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
+            "pretrained_model_name_or_path": "org/model",
+        },
+        "dataset": {"_target_": "ChatDataset", "path_or_dataset_id": "a.jsonl"},
+    }
+    found = convert(file, optimizer={"_target_": name})
+    recipe = found.recipe
+    assert (recipe["learning_rate"], recipe.get("weight_decay", 0.0)) == (rate, decay)
+    assert ("optimizer._target_: " in said(found)) is not is_adamw
