@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -524,6 +524,9 @@ def _set_key(key: str, value: Any, pair: Counterpart, conversion: Conversion) ->
         capability = MISSING_CAPABILITIES.get(pair.carry, "").format(value)
         conversion.add_difference(key, value, pair.note or "no such value here", capability)
         return
+    is_switch = bool in get_args(recipe_keys()[str(pair.ours)].annotation)
+    if is_switch and ours in (0, 1):
+        ours = bool(ours)
     conversion.recipe |= _make_entries(value, ours, pair)
     if pair.carry in SIDE_EFFECTS:
         SIDE_EFFECTS[pair.carry](key, value, conversion)

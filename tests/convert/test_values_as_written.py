@@ -389,6 +389,7 @@ def test_a_number_in_quotes_is_the_number(convert: Convert) -> None:
     swift = {"model": "org/model", "tuner_type": "lora", "dataset": ["a.jsonl"], "packing": "yes"}
     recipe = convert(swift, quant_bits="4", quant_method="bnb").recipe
     assert recipe["load_in_4bit"] is True and recipe["packing"] is True
+    assert convert(swift | {"packing": 1}).recipe["packing"] is True
 
 
 @pytest.mark.parametrize(("tuner", "ratio"), [("lora", 0.01), ("full", 0.1)])
