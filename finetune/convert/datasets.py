@@ -145,7 +145,7 @@ def _read_torchtune(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
     """Converts the data sets of a torchtune file: (for training, held out)."""
-    trains_input = read_section(settings, "dataset").get("train_on_input")
+    trains_input = read_section(settings, "dataset").get("train_on_input", True)
 
     def read(entry: DataSetEntry) -> Sources:
         if not trains_on_answers(conversion) and _name_component(entry) != "gsm8k":
@@ -208,7 +208,7 @@ def _read_torchtune_entry(
     `trains_input`: train_on_input of the section `dataset`, which has been taken from the entry.
     """
     component = _name_component(entry)
-    if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", trains_input) is None:
+    if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", trains_input):
         conversion.recipe["assistant_only_loss"] = False
     if component in TORCHTUNE_FORMATS:
         entry.take("_component_")

@@ -300,7 +300,7 @@ def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
     """
     if settings.get("use_asft_loss"):
         return _read_asft(settings)
-    if "teacher_model" not in settings:
+    if not settings.get("teacher_model"):
         return None
     component = read_section(settings, "kd_loss").get("_component_")
     target = read_section(settings, "kd_loss_fn").get("_target_")

@@ -358,3 +358,14 @@ def test_a_script_that_trains_again_says_what_is_not_converted(tmp_path: Path) -
     assert "other_commands" not in said(convert_file(script))
     script.write_text(f"{command}{command}swift rlhf --rlhf_type dpo --model out\n")
     assert 'other_commands: ["ms-swift sft", "ms-swift rlhf"]' in said(convert_file(script))
+
+
+def test_null_of_torchtune_is_false_or_nothing(convert: Convert) -> None:
+    """Source: alpaca_dataset of torchtune 0.6.1, whose train_on_input is true by default;
+    config.instantiate, which makes nothing of null.
+    """
+    rows = {"_component_": "torchtune.datasets.alpaca_dataset"}
+    whole = convert(TUNE, dataset=rows, quantizer=None, teacher_model=None)
+    assert whole.recipe["assistant_only_loss"] is False
+    answers = convert(TUNE, dataset={**rows, "train_on_input": None})
+    assert answers.recipe.get("assistant_only_loss") is not False
