@@ -472,7 +472,8 @@ def _find_torchtunes_causes(settings: ToolFile) -> Iterator[Unsupported]:
     loss = str(read_section(settings, "loss").get("_component_", "")).rsplit(".", 1)[-1]
     if "rlhf.loss" in components and find_method("torchtune", settings, Path()) == "sft":
         yield f"loss: {loss}", f"another loss ({loss.removesuffix('Loss')})", True
-    if (settings.get("teacher_model") or settings.get("kd_loss")) and find_distillation(settings) is None:
+    has_teacher = settings.get("teacher_model") or settings.get("kd_loss")
+    if has_teacher and find_distillation(settings) is None:
         yield "teacher_model", "distillation by another divergence", True
     purposes = {"tasks": "evaluation", "prompt": "generation", "max_new_tokens": "generation"}
     yield from ((key, purpose, False) for key, purpose in purposes.items() if key in settings)
