@@ -352,9 +352,10 @@ TOKENIZER_AS_IT_IS = (
 # _is_consistent_render_prefix of its components/datasets/llm/formatting_utils.py takes an EOS token
 # after the question for the header's first token
 HEADER_THERE = (
-    f"under a chat template {HEADER}, but for its first token where the template ends each text "
-    "with the EOS token, as Phi-3's, whose header is that token alone; so is what it writes after "
-    "an answer's end, as ChatML's line break; of one with generation blocks these alone are"
+    f"under a chat template {HEADER}, but for its first token where the template writes an EOS "
+    "token after a question that ends the text and after no other, as Phi-3's, whose header is "
+    "that token alone; so is what it writes after an answer's end, as ChatML's line break; of one "
+    "with generation blocks these alone are"
 )
 # _normalize_messages of its components/datasets/llm/chat_dataset.py
 CALLS_AS_TEXTS = (
