@@ -478,6 +478,31 @@ def test_what_is_cut_is_printed(
     assert expected.what in printed[0]
 
 
+def test_whoever_joins_batches_of_the_data_in_one_update_is_warned_of_what_repeats(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once; not for a batch with two losses, nor for rows of one's own."""
+    keys: dict[str, Any] = {"datasets": ROWS, "max_length": 64, "output_dir": tmp_path / "run"}
+    keys |= {"global_batch_size": 1, "model_name_or_path": make_model(tmp_path / "model")}
+    recipe = finetune.load_recipe(**keys)
+    with finetune.Session(recipe, "single") as session:
+        first, second, third, *_ = session.batches()
+        own = session.batch(ROWS)
+        printed = []
+        for joined in ([first, first], [second, third], [own, own], [second, third]):
+            for batch in joined:
+                session.forward_backward(batch)
+            session.optim_step(1e-3)
+            printed.append("load() would repeat data" in capfd.readouterr().err)
+            if len(printed) == 2:
+                session.save()
+        assert printed == [False, True, False, False]
+    with finetune.Session(recipe, "single") as session:
+        session.load()
+        again = next(session.batches()).micro_batches[0].example_ids
+        assert again == third.micro_batches[0].example_ids
+
+
 def test_a_batch_is_computed_before_its_loss_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
