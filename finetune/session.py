@@ -124,7 +124,11 @@ class Loss:
 
 
 class Update(NamedTuple):
-    """The result of `Session.optim_step`."""
+    """The result of `Session.optim_step`.
+
+    If fp16's loss scaler skips an update, `is_skipped` is False and `grad_norm` is not finite: the
+    step counts, as in a run.
+    """
 
     step: int  # steps done, this one included
     learning_rate: float
