@@ -299,10 +299,10 @@ def _update_factored(
     weights = local_part(parameter)
     grad = local_part(parameter.grad).float()  # type: ignore[arg-type]
     newest = float(state["step"]) ** DECAY_RATE  # the weight of this step in the running means
-    square = grad.square() + SQUARE_EPSILON
+    square = grad.square().add_(SQUARE_EPSILON)
     if parameter.dim() != 2:
         variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
-        update = variance.rsqrt() * grad
+        update = variance.rsqrt().mul_(grad)
     else:
         # a matrix is sharded by rows: a column's mean needs the sum over all shards
         row_count = parameter.shape[0]
@@ -312,12 +312,17 @@ def _update_factored(
         column_sums = _sum_over_shards(square.sum(dim=0), parameter)
         column_means.lerp_(column_sums / row_count, newest)
         mean_of_rows = _sum_over_shards(row_means.sum(), parameter) / row_count
-        update = grad * (row_means / mean_of_rows).rsqrt()[:, None] * column_means.rsqrt()
+        update = grad * (row_means / mean_of_rows).rsqrt()[:, None]
+        update *= column_means.rsqrt()
+    del square  # `update_copies` of config/optimization.py counts what is allocated at once
     mean_square = _sum_over_shards(update.square().sum(), parameter) / parameter.numel()
     root_mean_square = mean_square.sqrt()
     update /= (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
-    new_weights = weights.float() * (1 - rate * weight_decay) - rate * update
-    weights.copy_(new_weights.to(weights.dtype))
+    update *= rate
+    new_weights = weights.to(torch.float32, copy=True)
+    new_weights *= 1 - rate * weight_decay
+    new_weights -= update
+    weights.copy_(new_weights)
 
 
 def _sum_over_shards(partial_sum: Tensor, parameter: Tensor) -> Tensor:
