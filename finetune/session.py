@@ -81,6 +81,12 @@ from finetune.training.step import (
 from finetune.training.training_run import TrainingRun
 from finetune.training.watch import SignalListener, uninterrupted
 
+JOINED = (
+    "session  warning: several batches of batches() went backward for one update: load() would "
+    "repeat data, and the learning rate does not reach the end of its schedule; set "
+    "global_batch_size and per_device_train_batch_size instead"
+)
+
 
 class Loss:
     """The loss and metrics of `Session.forward_backward`, over all ranks.
@@ -118,7 +124,11 @@ class Loss:
 
 
 class Update(NamedTuple):
-    """The result of `Session.optim_step`."""
+    """The result of `Session.optim_step`.
+
+    If fp16's loss scaler skips an update, `is_skipped` is False and `grad_norm` is not finite: the
+    step counts, as in a run.
+    """
 
     step: int  # steps done, this one included
     learning_rate: float
@@ -415,6 +425,10 @@ class Session:
         """Returns this rank's batches of the recipe's data, from the step after the progress so far
         to the last step, in the order of `finetune launch`.
 
+        Each batch is meant for an update of its own, of which `save` and the schedule count the
+        steps. To train on more rows in an update, set `global_batch_size`, and with
+        `per_device_train_batch_size` how many of them are computed at once.
+
         Rank 0 prints warnings about the data on stderr, those about a stream while it is read.
         """
         findings = list_warnings(self.data.report.findings)
@@ -593,6 +607,7 @@ class Session:
             learning_rate = _read_number("optim_step: learning_rate", learning_rate)
         keys = self.recipe.optimization
         world = self.world
+        self._warn_of_joined()
         batch, measured = _join_backward(self._backward, self.progress.step)
         if learning_rate is None:
             learning_rate = self._compute_scheduled_rate()
@@ -614,6 +629,12 @@ class Session:
             self._backward.clear()
             self.progress = self.progress.after_step(batch, is_skipped=is_skipped)
         return Update(self.progress.step, learning_rate, float(result.grad_norm), is_skipped)
+
+    def _warn_of_joined(self) -> None:
+        """Prints a warning if several batches of `batches` have gone backward for this update."""
+        joined = {batch.step for batch, _ in self._backward if not batch.has_own_rows}
+        if len(joined) > 1:
+            self._warn({JOINED: JOINED})
 
     def _compute_scheduled_rate(self) -> float:
         """Computes the learning rate of the next step, by the recipe's schedule.

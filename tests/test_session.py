@@ -478,6 +478,47 @@ def test_what_is_cut_is_printed(
     assert expected.what in printed[0]
 
 
+def test_whoever_joins_batches_of_the_data_in_one_update_is_warned_of_what_repeats(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Once; not for a batch with two losses, nor for rows of one's own."""
+    keys: dict[str, Any] = {"datasets": ROWS, "max_length": 64, "output_dir": tmp_path / "run"}
+    keys |= {"global_batch_size": 1, "model_name_or_path": make_model(tmp_path / "model")}
+    recipe = finetune.load_recipe(**keys)
+    with finetune.Session(recipe, "single") as session:
+        first, second, third, *_ = session.batches()
+        own = session.batch(ROWS)
+        printed = []
+        for joined in ([first, first], [second, third], [own, own], [second, third]):
+            for batch in joined:
+                session.forward_backward(batch)
+            session.optim_step(1e-3)
+            printed.append("load() would repeat data" in capfd.readouterr().err)
+            if len(printed) == 2:
+                session.save()
+        assert printed == [False, True, False, False]
+    with finetune.Session(recipe, "single") as session:
+        session.load()
+        again = next(session.batches()).micro_batches[0].example_ids
+        assert again == third.micro_batches[0].example_ids
+
+
+def test_the_gradient_norm_of_an_update_that_fp16_skips_is_not_finite(tmp_path: Path) -> None:
+    """And `is_skipped` is False, as Update says."""
+    keys: dict[str, Any] = {"datasets": ROWS, "max_length": 64, "output_dir": tmp_path / "run"}
+    recipe = finetune.load_recipe(model_name_or_path=make_model(tmp_path / "model"), **keys)
+    with finetune.Session(recipe, "single", saves=False) as session:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+        session.world.accelerator.scaler = scaler
+        before = [parameter.clone() for parameter in session.model.parameters()]
+        session.forward_backward(next(iter(session.batches())))
+        update = session.optim_step(1e-3)
+        assert not update.is_skipped and not math.isfinite(update.grad_norm)
+        assert scaler.get_scale() == 2.0**126
+        for one, other in zip(before, session.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
 def test_a_batch_is_computed_before_its_loss_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,9 @@ class Progress:
     epoch: float = 0.0
     tokens: int = 0  # read over all ranks, without padding
     trained_tokens: int = 0  # tokens with a label
-    skipped_steps: int = 0  # steps without an update, because the loss or gradient was not finite
+    # steps without an update, because the loss or gradient was not finite; those that fp16's loss
+    # scaler skips do not count
+    skipped_steps: int = 0
     best_eval_loss: float | None = None  # the lowest held-out loss so far
     best_step: int | None = None  # the step of that loss
     evaluations_since_best: int = 0  # evaluations after that step

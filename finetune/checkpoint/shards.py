@@ -193,11 +193,14 @@ def get_optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[st
     """Returns the optimizer's state in one dict, under flat names.
 
     Names are such as `state.<parameter>.exp_avg` and `param_groups.…`. Tensors are not copies. An
-    optimizer that has no state yet gets it here. An offloaded optimizer returns its moments only.
+    optimizer that has no state yet gets it here; {} if it keeps none. An offloaded optimizer
+    returns its moments only.
     """
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
     complete_state(optimizer)
+    if not optimizer.state:  # torch would make the gradients of all parameters to look for a state
+        return {}
     with optimizer_state_without_pickles():
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return state
@@ -458,7 +461,7 @@ def set_optimizer_state(
 ) -> None:
     """Loads a state, which `get_optimizer_state` returned and `read_shards` filled."""
     # An offloaded optimizer's state is in files, which `read_shards` has filled in place.
-    if not isinstance(optimizer, OffloadedOptimizer):
+    if state and not isinstance(optimizer, OffloadedOptimizer):
         set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
 
 

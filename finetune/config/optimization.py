@@ -239,8 +239,8 @@ REFUSED_OPTIMIZERS: Mapping[str, str] = {
 # norms with a row for each head, biases with a row for each expert, rates of recurrent layers
 # (Mamba's A_log, RWKV's time_mix_*).
 NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
-# Names of parameters of embeddings and heads.
-NOT_IN_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|(lm_)?head)\.")
+# Names of parameters of embeddings and heads; `score` is the head of scores.
+NOT_IN_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|(lm_)?head|output_projection|score)\.")
 
 
 def is_layers_matrix(name: str, shape: Shape) -> bool:
@@ -250,9 +250,9 @@ def is_layers_matrix(name: str, shape: Shape) -> bool:
 
     >>> [
     ...     is_layers_matrix(f"{name}.weight", (8, 8))
-    ...     for name in ("h.0.attn.c_proj", "lm_head", "model.embed_tokens")
+    ...     for name in ("h.0.attn.c_proj", "lm_head", "score", "model.embed_tokens")
     ... ]
-    [True, False, False]
+    [True, False, False, False]
     """
     return len(shape) == 2 and NOT_IN_LAYERS.search(name) is None
 

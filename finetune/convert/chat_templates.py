@@ -555,7 +555,7 @@ def report_saved_template(settings: ToolFile, conversion: Conversion) -> None:
     The exported tokenizer has the recipe's template here. Nothing without one.
     """
     ours = conversion.recipe.get("chat_template")
-    if ours is None or conversion.images or conversion.is_factory_v1:
+    if ours is None or conversion.is_factory_v1:
         return
     if conversion.tool == "torchtune":
         saved = "the model's own tokenizer files are copied"

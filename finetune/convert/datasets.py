@@ -145,7 +145,7 @@ def _read_torchtune(
     settings: ToolFile, source: Path, conversion: Conversion
 ) -> tuple[Sources, Sources]:
     """Converts the data sets of a torchtune file: (for training, held out)."""
-    trains_input = read_section(settings, "dataset").get("train_on_input")
+    trains_input = read_section(settings, "dataset").get("train_on_input", True)
 
     def read(entry: DataSetEntry) -> Sources:
         if not trains_on_answers(conversion) and _name_component(entry) != "gsm8k":
@@ -208,7 +208,7 @@ def _read_torchtune_entry(
     `trains_input`: train_on_input of the section `dataset`, which has been taken from the entry.
     """
     component = _name_component(entry)
-    if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", trains_input) is None:
+    if component in TRAINED_PROMPTS and entry.unread.get("train_on_input", trains_input):
         conversion.recipe["assistant_only_loss"] = False
     if component in TORCHTUNE_FORMATS:
         entry.take("_component_")
@@ -355,9 +355,10 @@ TOKENIZER_AS_IT_IS = (
 # _is_consistent_render_prefix of its components/datasets/llm/formatting_utils.py takes an EOS token
 # after the question for the header's first token
 HEADER_THERE = (
-    f"under a chat template {HEADER}, but for its first token where the template ends each text "
-    "with the EOS token, as Phi-3's, whose header is that token alone; so is what it writes after "
-    "an answer's end, as ChatML's line break; of one with generation blocks these alone are"
+    f"under a chat template {HEADER}, but for its first token where the template writes an EOS "
+    "token after a question that ends the text and after no other, as Phi-3's, whose header is "
+    "that token alone; so is what it writes after an answer's end, as ChatML's line break; of one "
+    "with generation blocks these alone are"
 )
 # _normalize_messages of its components/datasets/llm/chat_dataset.py
 CALLS_AS_TEXTS = (

@@ -300,7 +300,7 @@ def find_distillation(settings: ToolFile) -> dict[str, Any] | None:
     """
     if settings.get("use_asft_loss"):
         return _read_asft(settings)
-    if "teacher_model" not in settings:
+    if not settings.get("teacher_model"):
         return None
     component = read_section(settings, "kd_loss").get("_component_")
     target = read_section(settings, "kd_loss_fn").get("_target_")
@@ -1125,8 +1125,13 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     key = "qat" if "qat" in settings else "quantizer"
     _compare_scales(key, settings, conversion)
     is_axolotl = conversion.tool == "Axolotl"
-    if is_axolotl and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT:
-        _compare_rounding_to_floats(settings, conversion)
+    rounds_to_floats = is_axolotl and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT
+    # _setup_qat of Automodel's recipes/llm/train_ft.py gives torchao's function that turns a layer
+    # off the whole model, which is no such layer
+    if rounds_to_floats or conversion.tool == "Automodel":
+        _drop_delay(conversion)
+    if rounds_to_floats:
+        _compare_biases(settings, conversion)
     if is_axolotl and keys["quantization_aware_training"] == "int8-int4":
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
     model = read_section(settings, "model")
@@ -1160,11 +1165,15 @@ def _compare_scales(key: str, settings: ToolFile, conversion: Conversion) -> Non
     conversion.add_difference(key, settings[key], SCALED_IN_FP32.format(scaled))
 
 
-def _compare_rounding_to_floats(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports how Axolotl's rounding to MXFP4 or NVFP4, by torchao's layers, differs from ours."""
+def _drop_delay(conversion: Conversion) -> None:
+    """Leaves out the key that puts rounding off, where the tool rounds from the first step."""
     key = "fake_quant_after_n_steps"
     if key in conversion.recipe:
         conversion.add_remark(key, conversion.recipe.pop(key), FROM_THE_START)
+
+
+def _compare_biases(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports biases that torchao's layers, which round to MXFP4 or NVFP4, do not train."""
     has_biases = find_biased_layers(guess_family(name_model(settings)) or "")
     if has_biases and not settings.get("adapter"):
         conversion.add_difference("qat", settings["qat"], BIASES_FIXED)

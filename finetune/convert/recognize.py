@@ -472,11 +472,12 @@ def _find_torchtunes_causes(settings: ToolFile) -> Iterator[Unsupported]:
     loss = str(read_section(settings, "loss").get("_component_", "")).rsplit(".", 1)[-1]
     if "rlhf.loss" in components and find_method("torchtune", settings, Path()) == "sft":
         yield f"loss: {loss}", f"another loss ({loss.removesuffix('Loss')})", True
-    if {"teacher_model", "kd_loss"} & settings.keys() and find_distillation(settings) is None:
+    has_teacher = settings.get("teacher_model") or settings.get("kd_loss")
+    if has_teacher and find_distillation(settings) is None:
         yield "teacher_model", "distillation by another divergence", True
     purposes = {"tasks": "evaluation", "prompt": "generation", "max_new_tokens": "generation"}
     yield from ((key, purpose, False) for key, purpose in purposes.items() if key in settings)
-    if "quantizer" in settings and not asks_for_rounding(settings):
+    if settings.get("quantizer") and not asks_for_rounding(settings):
         yield "quantizer", "quantization", False
     if not {"dataset", "datasets"} & settings.keys():
         yield "no dataset", "a file of another purpose", False

@@ -14,6 +14,7 @@ from finetune.config.module_names import find_alias, find_renames, rename_patter
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import ToolFile
+from finetune.convert.defaults import LORA_DEFAULTS
 from finetune.convert.image_models import adapt_fusion, report_unread_parts
 from finetune.convert.model_names import guess_family, guess_vision_family, is_mixture, name_model
 from finetune.convert.shared import MLP_LAYERS
@@ -417,6 +418,15 @@ TWICE_THE_RANK = (
     "w1 and w3 of the experts are one parameter since transformers 5, whose adapter has twice the "
     "rank there, and lora_r here"
 )
+PEFT_REFUSES = (
+    "since transformers 5 peft takes routed experts for such layers too, and refuses {}: the run "
+    "stops there; under 4, where experts are linear layers, they get adapters there; here they get "
+    "some by lora_target_parameters alone"
+)
+DROPOUT_ON_EXPERTS = PEFT_REFUSES.format("a lora_dropout above 0 on them")
+HALF_OF_FUSED = PEFT_REFUSES.format("one of two layers that are one parameter there")
+# layers that are one parameter in transformers 5 (peft's _MOE_FUSED_TARGETS)
+FUSED_PAIRS = ({"gate_proj", "up_proj"}, {"w1", "w3"})
 
 
 def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
@@ -432,9 +442,30 @@ def report_expert_names(settings: ToolFile, conversion: Conversion) -> None:
     layers = {name.rpartition(".")[2] for name in names}
     # other tools than TRL replace all-linear by names, among them those of shared experts
     has_shared = bool(SHARED_EXPERTS.search(read_family_source(family)))
+    note = None
     if ALL_LINEAR in targets and conversion.tool == "TRL" and (is_mixtrals or is_qwens):
-        conversion.add_difference("lora_target_modules", targets, ALL_WITH_EXPERTS)
+        note = ALL_WITH_EXPERTS
     elif is_qwens and (layers & MLP_NAMES or (ALL_LINEAR in targets and has_shared)):
-        conversion.add_difference("lora_target_modules", targets, ONTO_EXPERTS)
+        note = ONTO_EXPERTS
     elif is_mixtrals and layers & {"w1", "w3"}:
-        conversion.add_difference("lora_target_modules", targets, TWICE_THE_RANK)
+        note = TWICE_THE_RANK
+    if note is not None or (is_mixtrals and "w2" in layers):
+        note = _find_refusal(layers, settings, conversion) or note
+    if note is not None:
+        conversion.add_difference("lora_target_modules", targets, note)
+
+
+def _find_refusal(
+    layers: Collection[str], settings: ToolFile, conversion: Conversion
+) -> str | None:
+    """Returns the note on why peft refuses adapters on experts, if it does.
+
+    For dropout it is ParamWrapper of its tuners/lora/layer.py that refuses. Axolotl changes it
+    (_patch_peft_param_wrapper_dropout of its loaders/adapter.py).
+    """
+    if any(len(pair & set(layers)) == 1 for pair in FUSED_PAIRS):
+        return HALF_OF_FUSED
+    default = LORA_DEFAULTS[conversion.tool].get("lora_dropout")
+    if settings.get("lora_dropout", default) and conversion.tool != "Axolotl":
+        return DROPOUT_ON_EXPERTS
+    return None

@@ -245,7 +245,7 @@ class Routing:
             self._is_counted = True
         return total
 
-    def auxiliary_loss(self, selected: Tensor, tokens: int) -> Tensor:
+    def auxiliary_loss(self, selected: Tensor) -> Tensor:
         """Computes what the latest forward adds to the step's auxiliary loss, 0-dim fp32, before it
         is multiplied by the coefficient.
 
@@ -253,7 +253,8 @@ class Routing:
 
         Args:
             selected: fp32[experts], the tokens of each expert in the whole step, over all layers.
-            tokens: The tokens of the whole step, over all ranks.
+                Their sum says how many tokens were routed: a batch also counts tokens that are not
+                trained on, such as the mismatched answers of `method: kto`.
         """
         probability_sums = torch.zeros(self.experts, device=selected.device)
         for logits in self._logits.values():
@@ -261,7 +262,8 @@ class Routing:
             if self._mask is not None:
                 probabilities = probabilities * self._mask[:, None]
             probability_sums = probability_sums + probabilities.sum(0)
-        routed = max(1, tokens * self.layers)  # a token counts once in each layer
+        # a token counts once in each layer
+        routed = (selected.sum() / self._chosen_per_token).clamp(min=1)
         loss = self.experts * (selected / routed * probability_sums / routed).sum()
         if self._auxiliary is None:
             self._auxiliary = loss.detach()
@@ -365,7 +367,6 @@ def auxiliary_loss_of_step(
     model: nn.Module,
     routing: Routing | None,
     inputs: Iterable[dict[str, Any]],
-    tokens: int,
     world: World,
     *,
     is_one_forward: bool,
@@ -382,7 +383,6 @@ def auxiliary_loss_of_step(
         model: The mixture.
         routing: The model's routing; None for a dense model.
         inputs: The model's keyword arguments for each micro-batch of this rank.
-        tokens: The tokens of the step, over all ranks.
         world: The ranks of the run.
         is_one_forward: Whether each rank runs all of its tokens of the step in one forward.
     """
@@ -398,7 +398,7 @@ def auxiliary_loss_of_step(
             selected = world.sum(routing.count_selected())
         else:
             selected = step_selected
-        auxiliary = routing.auxiliary_loss(selected, tokens)
+        auxiliary = routing.auxiliary_loss(selected)
         # Gradients are averaged over the ranks of a stage, but the ranks' parts add up.
         return loss + world.stage_size * routing.coefficient * auxiliary
 

@@ -4,10 +4,9 @@ torch has no AdamW with bf16 moments, and its Adafactor and Muon do not support 
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -300,10 +299,10 @@ def _update_factored(
     weights = local_part(parameter)
     grad = local_part(parameter.grad).float()  # type: ignore[arg-type]
     newest = float(state["step"]) ** DECAY_RATE  # the weight of this step in the running means
-    square = grad.square() + SQUARE_EPSILON
+    square = grad.square().add_(SQUARE_EPSILON)
     if parameter.dim() != 2:
         variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
-        update = variance.rsqrt() * grad
+        update = variance.rsqrt().mul_(grad)
     else:
         # a matrix is sharded by rows: a column's mean needs the sum over all shards
         row_count = parameter.shape[0]
@@ -313,12 +312,17 @@ def _update_factored(
         column_sums = _sum_over_shards(square.sum(dim=0), parameter)
         column_means.lerp_(column_sums / row_count, newest)
         mean_of_rows = _sum_over_shards(row_means.sum(), parameter) / row_count
-        update = grad * (row_means / mean_of_rows).rsqrt()[:, None] * column_means.rsqrt()
+        update = grad * (row_means / mean_of_rows).rsqrt()[:, None]
+        update *= column_means.rsqrt()
+    del square  # `update_copies` of config/optimization.py counts what is allocated at once
     mean_square = _sum_over_shards(update.square().sum(), parameter) / parameter.numel()
     root_mean_square = mean_square.sqrt()
     update /= (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
-    new_weights = weights.float() * (1 - rate * weight_decay) - rate * update
-    weights.copy_(new_weights.to(weights.dtype))
+    update *= rate
+    new_weights = weights.to(torch.float32, copy=True)
+    new_weights *= 1 - rate * weight_decay
+    new_weights -= update
+    weights.copy_(new_weights)
 
 
 def _sum_over_shards(partial_sum: Tensor, parameter: Tensor) -> Tensor:
@@ -499,30 +503,46 @@ def complete_state(optimizer: Optimizer) -> None:
     """Gives each parameter that has no state the state it has before its first update.
 
     torch makes a parameter's state at its first gradient, but a checkpoint has a state for every
-    trained parameter. In any optimizer, an update with gradient 0 and learning rate 0 makes the
-    state, which is then set to 0. All ranks call it, between steps.
+    trained parameter. All ranks call it, between steps. One parameter follows the other, so that
+    the gradients of all are never in memory together.
     """
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    missing = [parameter for parameter in parameters if parameter not in optimizer.state]
-    # Under FSDP1 a rank may have no element of a parameter, and after an update no state for it.
-    if optimizer.state:
-        missing = [parameter for parameter in missing if parameter.numel()]
-    if not missing:
+    if isinstance(optimizer, torch.optim.SGD):  # keeps no state
         return
-    rates = [group["lr"] for group in optimizer.param_groups]
+    had_state = bool(optimizer.state)
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in missing:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for parameter in missing:
-        parameter.grad = None
-        for tensor in optimizer.state.get(parameter, {}).values():
-            # torchao's 8-bit tensors are 0 after such an update, and cannot be filled
-            if isinstance(tensor, Tensor) and not hasattr(local_part(tensor), "codes"):
-                tensor.zero_()
+        for parameter in group["params"]:
+            # Under FSDP1 a rank may have no element of a parameter, and after an update no state
+            # for it.
+            is_empty = had_state and not parameter.numel()
+            if parameter not in optimizer.state and not is_empty:
+                _give_state(optimizer, parameter, group)
+
+
+def _give_state(optimizer: Optimizer, parameter: Tensor, group: dict[str, Any]) -> None:
+    """Makes the state of `parameter`, which is of `group`.
+
+    In any optimizer, an update with gradient 0 and learning rate 0 makes the state, which is then
+    set to 0.
+    """
+    parameter.grad = torch.zeros_like(parameter)
+    with only_group(optimizer, group | {"params": [parameter], "lr": 0.0}):
+        optimizer.step()
+    parameter.grad = None
+    for tensor in optimizer.state.get(parameter, {}).values():
+        # torchao's 8-bit tensors are 0 after such an update, and cannot be filled
+        if isinstance(tensor, Tensor) and not hasattr(local_part(tensor), "codes"):
+            tensor.zero_()
+
+
+@contextmanager
+def only_group(optimizer: Optimizer, group: dict[str, Any]) -> Iterator[None]:
+    """In this block `optimizer` has only this group, since a step visits all groups it has."""
+    all_groups = optimizer.param_groups
+    optimizer.param_groups = [group]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = all_groups
 
 
 def _make_adamw(make: Callable[..., Optimizer], groups: Groups, keys: Optimization) -> Optimizer:

@@ -40,6 +40,7 @@ from finetune.plan.temporary_memory import (
     optimizer_step_temporaries,
     plan_layout_memory,
     rounded_bytes,
+    state_making_bytes,
 )
 
 # The share of what a step allocates and frees again that the caching allocator holds besides, in
@@ -104,8 +105,8 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     points_of["first step"] = step if keeps_state_in_files else _first_step(spec, step)
     points_of["steady step"] = step
     points_of["evaluation"] = _list_evaluation_points(spec, at_rest)
-    points_of["save"] = [at_rest]
-    points_of["resume"] = [_resume_point(spec, at_rest)]
+    points_of["save"] = [at_rest, _state_point(spec, at_rest)]
+    points_of["resume"] = [_resume_point(spec, at_rest), _state_point(spec, at_rest)]
     points_of["export"] = [at_rest]
     return tuple(Phase(name, _find_highest(spec, points)) for name, points in points_of.items())
 
@@ -136,6 +137,16 @@ def _loading_point(spec: RunSpec, before_training: Snapshot) -> Snapshot:
         return replace(before_training, parameters=0)
     state = spec.loaded_state()
     return replace(before_training, parameters=state.trained + state.frozen)
+
+
+def _state_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
+    """The point at which the trial save, or a run that resumes, makes the optimizer's state.
+
+    `at_rest` if the state is in files or the optimizer keeps none.
+    """
+    if not at_rest.optimizer or spec.optimizer_file() is not None:
+        return at_rest
+    return replace(at_rest, name="optimizer state made", temporaries=state_making_bytes(spec))
 
 
 def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:

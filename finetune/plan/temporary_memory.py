@@ -266,6 +266,16 @@ def optimizer_step_temporaries(spec: RunSpec) -> int:
     return _find_largest_temporaries(spec, trained, roots)
 
 
+def state_making_bytes(spec: RunSpec) -> int:
+    """Bytes of temporaries while the optimizer's state is made for a checkpoint: one parameter's
+    gradient on this rank, and what its update allocates.
+    """
+    trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
+    largest = max(tensor.numel * tensor.itemsize for tensor in trained)
+    gradient = ceil_div(largest, spec.shards)
+    return gradient + _find_largest_temporaries(spec, trained, roots=gradient)
+
+
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateMemory]:
     """Plans the memory of the updates within the backward, on the rank with the most.
 

@@ -215,7 +215,6 @@ class _Forwards:
             model,
             self._routing,
             map(self._make_inputs, batch.micro_batches),
-            batch.tokens,
             world,
             is_one_forward=len(batch.micro_batches) == 1 and not has_pipeline,
         )

@@ -2,8 +2,7 @@
 memory at the same time.
 """
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from finetune.config.schema import Recipe
 from finetune.distributed.gradients import combine_norms, measure_norm
 from finetune.distributed.model_parts import gather_whole, local_part
 from finetune.distributed.world import World
-from finetune.optim.optimizers import seed_rounding
+from finetune.optim.optimizers import only_group, seed_rounding
 
 
 class UpdateInBackward:
@@ -102,7 +101,7 @@ class UpdateInBackward:
         if self._reads_flag or not bool(self._flag):
             index, group = self._places[parameter]
             seed_rounding(self._seed, self._step, self._world.shard_rank, index)
-            with self._only_parameter(parameter, group):
+            with only_group(self._optimizer, group | {"params": [parameter]}):
                 self._optimizer.step()
         # Hybrid sharding reduces the gradient on another stream than this one: its memory must not
         # be used again before the update here has read it.
@@ -113,13 +112,3 @@ class UpdateInBackward:
     def _mark_unless(self, is_finite: Tensor) -> None:
         """Sets the flag if `is_finite`, a bool of 0 dimensions, is False."""
         self._flag.copy_(torch.maximum(self._flag, ~is_finite))
-
-    @contextmanager
-    def _only_parameter(self, parameter: nn.Parameter, group: dict[str, Any]) -> Iterator[None]:
-        """In this block the optimizer has only one parameter, since its step visits all it has."""
-        all_groups = self._optimizer.param_groups
-        self._optimizer.param_groups = [group | {"params": [parameter]}]
-        try:
-            yield
-        finally:
-            self._optimizer.param_groups = all_groups

@@ -650,6 +650,8 @@ def test_torchtunes_texts_for_llama_3_2_vision_have_no_system_message_of_the_mod
     found = convert_file(tmp_path / "theirs.yaml")
     assert found.images == "mllama" and found.recipe.get("chat_template") == template
     assert (RESIZED_IN_16_BITS in found.remarks) == (template is None)
+    is_saved = any("is saved with the tokenizer here" in each for each in found.remarks)
+    assert is_saved == (template is not None)  # not what torchtune copies
 
 
 LORA_OF_TUNE = {"decoder_trainable": "frozen", "encoder_trainable": "lora"} | {

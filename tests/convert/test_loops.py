@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,9 @@ from finetune.convert.trained_layers import (
     ALL_WITH_EXPERTS,
     AUXILIARY,
     BY_LAYER,
+    DROPOUT_ON_EXPERTS,
     FUSED_OTHERWISE,
+    HALF_OF_FUSED,
     MLP_NAMES,
     NO_AUXILIARY,
     NO_SUCH_LAYER,
@@ -2159,6 +2162,51 @@ def test_peft_takes_names_of_an_mlp_for_those_of_routed_experts(
     assert (ONTO_EXPERTS in said(made)) == are_moved
 
 
+@pytest.mark.parametrize(
+    ("layers", "dropout", "error"),
+    [
+        (["gate_proj", "up_proj"], 0.0, None),
+        (["gate_proj", "up_proj"], 0.05, "lora_dropout"),
+        (["q_proj", "up_proj"], 0.0, "without also targeting gate_proj"),
+    ],
+)
+def test_peft_refuses_dropout_on_routed_experts_and_half_of_a_parameter(
+    layers: list[str], dropout: float, error: str | None
+) -> None:
+    config = AutoConfig.for_model("qwen3_moe", num_hidden_layers=1, num_experts=2, head_dim=8)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    adapters = LoraConfig(target_modules=layers, lora_dropout=dropout)
+    with pytest.raises(ValueError, match=error) if error else nullcontext():
+        get_peft_model(model, adapters)
+
+
+ALL_OF_TRL = TRL | {"use_peft": True, "lora_target_modules": "all-linear"}
+ALL_OF_SWIFT = {"command": "sft", "model": "a", "dataset": "a/rows", "train_type": "lora"}
+MLPS_OF_AXOLOTL = AXOLOTL | {"adapter": "lora", "lora_target_modules": ["down_proj"]}
+HALF_OF_AXOLOTL = MLPS_OF_AXOLOTL | {"lora_target_modules": ["q_proj", "up_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "dropout", "line"),
+    [
+        (ALL_OF_TRL, "model_name_or_path", None, DROPOUT_ON_EXPERTS),  # 0.05, its default
+        (ALL_OF_TRL, "model_name_or_path", 0.0, ALL_WITH_EXPERTS),
+        (ALL_OF_SWIFT, "model", None, DROPOUT_ON_EXPERTS),
+        (ALL_OF_SWIFT, "model", 0, ONTO_EXPERTS),
+        (MLPS_OF_AXOLOTL, "base_model", 0.05, ONTO_EXPERTS),  # it changes peft
+        (HALF_OF_AXOLOTL, "base_model", 0.0, HALF_OF_FUSED),
+    ],
+)
+def test_adapters_on_routed_experts_that_peft_refuses_are_said_to_be_refused_there(
+    file: Mapping[str, Any], key: str, dropout: float | None, line: str, convert: Convert
+) -> None:
+    keys = {} if dropout is None else {"lora_dropout": dropout}
+    text = said(convert(dict(file) | {key: "Qwen/Qwen3-Next-80B-A3B-Instruct"}, **keys))
+    lines = (ALL_WITH_EXPERTS, ONTO_EXPERTS, DROPOUT_ON_EXPERTS, HALF_OF_FUSED)
+    assert [each for each in lines if each in text] == [line]
+
+
 def test_the_families_whose_names_peft_takes_so_are_pefts() -> None:
     from peft.utils.transformers_weight_conversion import (
         _MODEL_TO_CONVERSION_PATTERN,
@@ -2311,7 +2359,8 @@ def test_pefts_experts_and_routers_are_reported(
     name: str, targets: Any, line: str | None, convert: Convert
 ) -> None:
     """_convert_peft_config_moe: gate is gate.weight, and all-linear all that it maps."""
-    text = said(convert(TRL, model_name_or_path=name, use_peft=True, lora_target_modules=targets))
+    keys = {"use_peft": True, "lora_target_modules": targets, "lora_dropout": 0}
+    text = said(convert(TRL, model_name_or_path=name, **keys))
     lines = (ALL_WITH_EXPERTS, ONTO_EXPERTS, ROUTERS, NO_LAYER)
     assert [each for each in lines if each in text] == [line] * bool(line)
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from finetune.convert.conversion import convert_file
-from finetune.convert.objectives import SCALED_IN_FP32, find_rounding
+from finetune.convert.objectives import FROM_THE_START, SCALED_IN_FP32, find_rounding
 from finetune.convert.recognize import Refusal
 
 AXOLOTL = {
@@ -183,3 +184,22 @@ def test_those_scales_round_otherwise_in_16_bits(
     weights = theirs.weight_fake_quantizer(weight) != ours.weight(weight)
     assert (inputs.float().mean() > 0.01) == (dtype == torch.bfloat16)
     assert bool(weights.any()) == (precision != dtype)
+
+
+def test_automodel_rounds_from_the_first_step_whatever_its_delay(tmp_path: Path) -> None:
+    """_setup_qat of its recipes/llm/train_ft.py gives this function of torchao the whole model."""
+    from torchao.quantization.qat import linear
+
+    quantizer = linear.Int8DynActInt4WeightQATQuantizer(groupsize=256)
+    model = quantizer.prepare(nn.Sequential(nn.Linear(256, 256)))
+    linear.disable_8da4w_fake_quant(model)
+    assert model[0].weight_fake_quantizer.enabled
+    model.apply(linear.disable_8da4w_fake_quant)  # as torchtune does
+    assert not model[0].weight_fake_quantizer.enabled
+
+    config = {"_target_": "a.QATConfig", "quantizer_type": "int8_dynact_int4weight"}
+    qat = {"enabled": True, "fake_quant_after_n_steps": 20, "qat_config": config}
+    made = converted(tmp_path, AUTOMODEL | {"qat": qat})
+    assert made.recipe["quantization_aware_training"] == "int8-int4"
+    assert "fake_quant_after_n_steps" not in made.recipe
+    assert f"fake_quant_after_n_steps: 20   ({FROM_THE_START})" in made.remarks

@@ -428,3 +428,14 @@ def test_the_defaults_of_automodels_optimizers_are_those_of_their_configs(
     recipe = found.recipe
     assert (recipe["learning_rate"], recipe.get("weight_decay", 0.0)) == (rate, decay)
     assert ("optimizer._target_: " in said(found)) is not is_adamw
+
+
+def test_null_of_torchtune_is_false_or_nothing(convert: Convert) -> None:
+    """Source: alpaca_dataset of torchtune 0.6.1, whose train_on_input is true by default;
+    config.instantiate, which makes nothing of null.
+    """
+    rows = {"_component_": "torchtune.datasets.alpaca_dataset"}
+    whole = convert(TUNE, dataset=rows, quantizer=None, teacher_model=None)
+    assert whole.recipe["assistant_only_loss"] is False
+    answers = convert(TUNE, dataset={**rows, "train_on_input": None})
+    assert answers.recipe.get("assistant_only_loss") is not False

@@ -185,7 +185,7 @@ def test_layers_of_a_mixture_compile_to_one_graph_without_a_break(
             }
             loss, routing = model(**inputs, use_cache=False), find_routing(model)
             assert routing is not None
-            (loss + routing.auxiliary_loss(routing.count_selected(), length)).backward()
+            (loss + routing.auxiliary_loss(routing.count_selected())).backward()
         found.append([routing._counts, *(p.grad for p in model.parameters() if p.requires_grad)])
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
     for one, other in zip(*found, strict=True):

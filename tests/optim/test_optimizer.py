@@ -16,6 +16,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.config.reader import read_recipe
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Optimization, Recipe
+from finetune.constants import FP32
 from finetune.errors import UserError
 from finetune.optim.optimizers import (
     CONSTRUCTORS,
@@ -24,6 +25,7 @@ from finetune.optim.optimizers import (
     make_parameter_groups,
 )
 from tests.models.families import build
+from tests.plan.traced import allocated_peak
 from tests.ranks import launch_ranks
 
 STEPS = 50
@@ -300,3 +302,21 @@ def test_a_state_that_is_made_for_a_checkpoint_changes_no_later_update(optim: st
         updated.append([parameter.detach() for parameter in model.parameters()])
     for one, other in zip(*updated, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "optim", [name for name, facts in OPTIMIZERS.items() if facts.update_copies]
+)
+def test_an_update_allocates_no_more_than_the_plan_counts(optim: str, dtype: torch.dtype) -> None:
+    """A matrix and a convolution, by torch's own allocator; the second update, which makes no state."""
+    facts = OPTIMIZERS[optim]
+    for layer in (nn.Linear(512, 512, bias=False), nn.Conv2d(128, 128, 4, bias=False)):
+        weight = layer.to(dtype).weight
+        optimizer = build_optimizer(layer, Optimization(optim=optim, weight_decay=0.1))  # type: ignore[arg-type]
+        peaks = []
+        for _ in range(2):
+            weight.grad = torch.randn_like(weight)
+            peaks.append(allocated_peak(optimizer.step))
+        counted = (facts.update_copies * FP32 + facts.update_bytes) * weight.numel()
+        assert peaks[1] <= counted + 64 * 512

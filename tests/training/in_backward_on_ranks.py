@@ -2,7 +2,8 @@
 
 JOBS.json: a list of {name, ranks, recipe, config, overrides, folder}, perhaps with `pretended`: of so many ranks the one process is
 the first, and its collectives exchange nothing. Every rank leaves FOLDER/NAME-RANK.pt: its state after STEPS
-steps, their losses and gradient norms, and the bytes that the last step allocates beside those that are planned.
+steps, their losses and gradient norms, and the bytes that the last step, and the optimizer's state for a save and a
+resume before the first step, allocate beside those that are planned.
 """
 
 import json
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from finetune.checkpoint.shards import get_optimizer_state, set_optimizer_state
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -61,6 +63,12 @@ def run(rank: int, job: dict[str, Any]) -> None:
             train_step(model, optimizer, batch, learning_rate=1e-2, in_backward=in_backward, **keys)
         )
 
+    def make_state() -> torch.Tensor:
+        set_optimizer_state(model, optimizer, get_optimizer_state(model, optimizer))
+        return torch.zeros(1)  # so that something is allocated also for an optimizer without state
+
+    made = allocated_peak(make_state)
+    optimizer.state.clear()
     model.train()
     with in_backward or nullcontext():
         for number in range(STEPS - 1):
@@ -76,13 +84,16 @@ def run(rank: int, job: dict[str, Any]) -> None:
             for name, tensor in tensors.items()
         }
     plan = make_plan(recipe, sharding, world.size, on_cpu=True)
-    planned = next(phase.peak for phase in plan.phases if phase.name == "steady step")
+    peaks = {phase.name: phase.peak for phase in plan.phases}
+    planned, saved = peaks["steady step"], peaks["save"]
     found = {
         "state": state,
         "losses": [float(each.measured.loss_sum) for each in done],
         "norms": [float(each.grad_norm) for each in done],
         "measured": peak,
         "planned": planned.allocated - planned.parameters - planned.optimizer,
+        "state made": made,
+        "state planned": saved.allocated - saved.parameters,
     }
     torch.save(found, Path(job["folder"]) / f"{job['name']}-{rank}.pt")
     leave(world)

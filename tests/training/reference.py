@@ -88,7 +88,7 @@ def train(
             )
         documents, router_logits = [], []
         for ids in data.train.rows_of(step):
-            for index in ids:
+            for place, index in enumerate(ids):
                 example = data.train.examples[index]
                 input_ids = torch.from_numpy(example.input_ids.astype("int64"))[None]
                 labels = torch.from_numpy(example.labels.astype("int64"))
@@ -102,7 +102,9 @@ def train(
                         None if before is None else before(input_ids=input_ids, **asked).logits[0]
                     )
                 documents.append((output.logits[0], labels, unchanged))
-                router_logits.append(output.router_logits if coefficient else ())
+                is_mismatched = recipe.method.method == "kto" and place % 2
+                if coefficient and not is_mismatched:
+                    router_logits.append(output.router_logits)
         is_good = [bool(ratings[i // 2] > 0) for ids in data.train.rows_of(step) for i in ids[::2]]
         if loss_of is not None:
             loss = loss_of(documents)

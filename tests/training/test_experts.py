@@ -229,6 +229,27 @@ def test_the_auxiliary_loss_does_not_depend_on_the_split(runs: Callable[..., Pat
             assert other == pytest.approx(first, rel=1e-5)
 
 
+def test_the_auxiliary_loss_of_rated_answers_is_that_of_the_tokens_that_are_trained_on(
+    recipes: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    """transformers' own; KTO's mismatched answers are in a forward of their own, without gradients."""
+    data = tmp_path / "rated.jsonl"
+    rows = [
+        {"prompt": f"What is {n}?", "completion": f" It is {n * n}.", "label": n % 3 > 0}
+        for n in range(8)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"method": "kto", "global_batch_size": 4, "router_aux_loss_coef": COEFFICIENT}
+    recipe = write_recipe(
+        tmp_path / "recipe.yaml", folder / "qwen3_moe" / "model", data, max_steps=2, **keys
+    )
+    run = tmp_path / "run"
+    train_all(
+        tmp_path, [(recipe, write_config(tmp_path, "single"), [f"output_dir={run}"])], ranks=1
+    )
+    assert_losses(run, reference.losses(recipe))
+
+
 def test_idle_experts_are_seen_in_the_metrics_and_the_report(
     recipes: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:

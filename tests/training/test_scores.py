@@ -29,7 +29,9 @@ from finetune.data.messages import BadRow
 from finetune.data.preferences import parse_scored_pair, parse_steps
 from finetune.errors import UserError
 from finetune.export.export import export
+from finetune.optim import optimizers
 from finetune.plan.architecture import read_architecture, set_scores
+from finetune.session import Session
 from finetune.training.objectives.calibration import describe_probabilities
 from tests.conftest import make_tokenizer
 from tests.models import sweep
@@ -578,3 +580,37 @@ def test_other_formats_are_refused_by_the_command_too(
             log=lambda _: None,
         )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["reward", "classify", "steps"])
+def test_muon_updates_the_head_of_scores_as_torchs_adamw_does(
+    method: str,
+    recipes: dict[str, Path],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A checkpoint of an earlier version, to which it was a matrix of a layer, is refused."""
+    config = read_sharding(str(write_config(folder, "single")), None, {})
+    keys = ["optim=muon", "max_grad_norm=null", "adam_epsilon=1e-4", f"output_dir={tmp_path}"]
+    recipe = read_recipe(str(recipes[method]), keys)
+    with Session(recipe, config) as session:
+        head = session.model.score.weight
+        session.forward_backward(next(iter(session.batches())))
+        expected = head.detach().clone().requires_grad_()
+        assert head.grad is not None
+        expected.grad = head.grad.clone()
+        torch.optim.AdamW([expected], lr=0.01, eps=1e-4, weight_decay=0.0).step()
+        session.optim_step(learning_rate=0.01)
+        torch.testing.assert_close(head, expected)
+    with monkeypatch.context() as earlier:
+        earlier.setattr(optimizers, "is_layers_matrix", lambda name, shape: "embed" not in name)
+        with Session(recipe, config) as session:
+            session.forward_backward(next(iter(session.batches())))
+            session.optim_step()
+            session.save()
+    with (
+        Session(recipe, config) as session,
+        pytest.raises(UserError, match=r"with a different optimizer .* lacks state\.score\.weight"),
+    ):
+        session.load()
