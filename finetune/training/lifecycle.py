@@ -48,7 +48,7 @@ from finetune.files.durable import (
 )
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.phases import Phases
-from finetune.files.run_files import drop_later_lines
+from finetune.files.run_files import drop_later_lines, readable_lines
 from finetune.flops import flop_per_token_of, forward_flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
@@ -403,10 +403,12 @@ def open_log(
         if data.report.is_complete:  # else `make_stream_reporter` writes it while the data is read
             write_data_report(folder, data.report.as_json())
         _keep_comparison_rows(folder, recipe, data)
-        samples = drop_later_lines(folder / SAMPLES, step)
+        drop_later_lines(folder / SAMPLES, step)
         drop_later_lines(folder / COMPLETIONS, step)
         log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
-        return _find_results(read_json_lines(folder / METRICS), samples, step)
+        return _find_results(
+            read_json_lines(folder / METRICS), read_json_lines(folder / SAMPLES), step
+        )
 
     results: dict[str, Any] = RankGroup(world).on_main(open_on_main)
     return log, results
@@ -425,25 +427,25 @@ def _keep_comparison_rows(folder: Path, recipe: Recipe, data: PreparedData) -> N
 
 
 def _find_results(
-    metrics: Iterable[Mapping[str, Any] | None], samples: Iterable[Mapping[str, Any]], step: int
+    metrics: Iterable[dict[str, Any] | None], samples: Iterable[dict[str, Any] | None], step: int
 ) -> dict[str, Any]:
     """Finds the results of evaluations at `step` that were logged before.
 
     Args:
         metrics: The lines of metrics.jsonl; None for a line that cannot be read.
-        samples: The lines of samples.jsonl.
+        samples: The lines of samples.jsonl, likewise.
         step: The step.
 
     Returns:
         "eval_loss" and "exact_match" -> the number; "sample_prompts" -> True. Only what was logged.
     """
     results: dict[str, Any] = {}
-    for line in metrics:
-        if line is not None and line.get("step") == step:
+    for line in readable_lines(metrics):
+        if line.get("step") == step:
             results |= {key: line[key] for key in ("eval_loss", "exact_match") if key in line}
-    for sample in samples:
+    for sample in readable_lines(samples):
         # only answers to sample_prompts have no expected answer
-        if sample["step"] == step and sample.get("expected") == "":
+        if sample.get("step") == step and sample.get("expected") == "":
             results["sample_prompts"] = True
     return results
 
