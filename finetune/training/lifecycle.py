@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
-from finetune.checkpoint.manifest import Progress, find_damage, hash_recipe, read_state
+from finetune.checkpoint.manifest import Progress, hash_recipe, read_state
 from finetune.checkpoint.resume import compare_to_saved, read_progress, refuse_damaged_model
 from finetune.checkpoint.save import Saver
+from finetune.checkpoint.verify_shares import find_damage_together
 from finetune.config.layout import gathers_fp8
 from finetune.config.pretrained import text_config_of
 from finetune.config.reader import to_dict
@@ -97,6 +98,7 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     """
     folder = recipe.folder
     RankGroup(world).on_main(lambda: _open_folder(folder, recipe))
+    refuse_damaged_model(recipe, world)
     return folder
 
 
@@ -111,7 +113,6 @@ def _open_folder(folder: Path, recipe: Recipe) -> None:
         restore_exports(folder)
     if recipe.model.model_name_or_path is not None:
         restore_folder(Path(recipe.model.model_name_or_path))
-    refuse_damaged_model(recipe)
 
 
 def try_folder(recipe: Recipe, world: World) -> None:
@@ -632,33 +633,44 @@ def is_finished(
     Raises `UserError` if all steps are trained but keys of optimization have changed since: the
     export would be described by keys that it was not trained with.
     """
-    is_done: bool = RankGroup(world).on_main(
-        lambda: _is_finished_on_main(folder, recipe, inputs, steps)
-    )
-    if is_done and world.is_main:
+    ranks = RankGroup(world)
+    end = ranks.on_main(lambda: _find_end(folder, recipe, inputs, steps))
+    # Verified only here: if steps are left to train, `find_start` verifies it.
+    if end is None or find_damage_together(Path(end["checkpoint"]), world):
+        return False
+    if not end["is_recorded"]:
+        ranks.on_main(
+            lambda: _refuse_other_training(folder, recipe, inputs, Path(end["checkpoint"]))
+        )
+        return False
+    if world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results_line(folder))
-    return is_done
+    return True
 
 
-def _is_finished_on_main(
+def _find_end(
     folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int
-) -> bool:
-    """Returns the answer of `is_finished`, on rank 0."""
+) -> dict[str, Any] | None:
+    """Finds the last checkpoint of a run that has no step left to train; None if it has some, or
+    if its exports are missing.
+
+    Returns {"checkpoint": its path, "is_recorded": whether finished.json is of this recipe and
+    these inputs}. The checkpoint is not verified.
+    """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
-        return False
+        return None
     last_step, newest = checkpoints[-1]
-    if read_json_object(folder / FINISHED) == _make_record(recipe, inputs, last_step):
-        return _has_exports(folder, recipe) and not find_damage(newest)
-    try:
-        is_over = last_step >= steps or is_out_of_patience(read_progress(newest), recipe.run)
-    except ValueError:  # the checkpoint is damaged: a run that resumes takes an older one
-        is_over = False
-    # Only here is the checkpoint verified: if steps are left to train, `find_start` verifies it.
-    if is_over and not find_damage(newest):
-        _refuse_other_training(folder, recipe, inputs, newest)
-    return False
+    is_recorded = read_json_object(folder / FINISHED) == _make_record(recipe, inputs, last_step)
+    if is_recorded:
+        is_over = _has_exports(folder, recipe)
+    else:
+        try:
+            is_over = last_step >= steps or is_out_of_patience(read_progress(newest), recipe.run)
+        except ValueError:  # the checkpoint is damaged: a run that resumes takes an older one
+            is_over = False
+    return {"checkpoint": str(newest), "is_recorded": is_recorded} if is_over else None
 
 
 def _has_exports(folder: Path, recipe: Recipe) -> bool:

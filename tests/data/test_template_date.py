@@ -26,7 +26,9 @@ from tests.conftest import make_tokenizer
 DATED = """{%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
 {{- bos_token + "Today Date: " + date_string }}{% for m in messages %}{{ "<|" + m.role + "|>" + m.content }}{% endfor %}"""
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
-ALONE: Any = SimpleNamespace(is_main=True, gather=lambda value, group: [value])
+ALONE: Any = SimpleNamespace(
+    is_main=True, gather=lambda value, group: [value], broadcast=lambda value, group: value
+)
 
 
 def dated_tokenizer() -> Any:
