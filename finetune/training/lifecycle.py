@@ -20,7 +20,12 @@ from torch.distributed import ProcessGroup
 
 from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
 from finetune.checkpoint.manifest import Progress, hash_recipe, read_state
-from finetune.checkpoint.resume import compare_to_saved, read_progress, refuse_damaged_model
+from finetune.checkpoint.resume import (
+    compare_to_saved,
+    list_starts,
+    read_progress,
+    refuse_damaged_model,
+)
 from finetune.checkpoint.save import Saver
 from finetune.checkpoint.verify_shares import find_damage_together
 from finetune.config.layout import gathers_fp8
@@ -139,21 +144,31 @@ def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World
     if recipe.data.chat_template_date is not None or not may_ask:
         return recipe
     template = hash_json(tokenizer.chat_template)
-    day = RankGroup(world).on_main(lambda: _find_first_day(folder, template))
+    resume_from = recipe.checkpoint.resume_from_checkpoint
+    day = RankGroup(world).on_main(lambda: _find_first_day(folder, resume_from, template))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))
 
 
-def _find_first_day(folder: Path, template: str) -> str | None:
-    """Returns the day in the recipe.yaml of a run's folder, else in its newest readable checkpoint;
-    today if there is no such checkpoint, or if it has no day and was saved under another template.
+def _find_first_day(folder: Path, resume_from: str, template: str) -> str | None:
+    """Returns the day in the recipe.yaml of a run's folder, else in the newest readable checkpoint
+    from which the run may resume; today if there is no such checkpoint, or if it has no day and was
+    saved under another template.
 
-    A script's session writes no recipe.yaml. Returns None if an older version saved the checkpoint,
-    without a day.
+    A script's session writes no recipe.yaml. In a run that has yet to start from a checkpoint of
+    another folder, recipe.yaml does not count. Returns None if an older version saved the
+    checkpoint, without a day.
 
-    `template`: the hash of the chat template, as `fingerprint_inputs` returns it.
+    Args:
+        folder: The run's folder.
+        resume_from: The recipe's `resume_from_checkpoint`.
+        template: The hash of the chat template, as `fingerprint_inputs` returns it.
     """
+    starts: list[Path] = []
+    with suppress(UserError):  # `find_start` raises it
+        starts = list_starts(resume_from, folder)
     run_recipe = folder / RECIPE
-    if run_recipe.is_file():
+    starts_elsewhere = bool(starts) and not list_checkpoints(folder)
+    if run_recipe.is_file() and not starts_elsewhere:
         try:
             first_day: str | None = read_yaml(run_recipe).get("chat_template_date")
         except UserError as error:
@@ -162,7 +177,7 @@ def _find_first_day(folder: Path, template: str) -> str | None:
             return first_day
     today = date.today().isoformat()
     day: str | None = today
-    for _, checkpoint in list_checkpoints(folder):
+    for checkpoint in starts:
         with suppress(ValueError):  # damaged
             state = read_state(checkpoint)
             is_same = state.get("inputs", {}).get("chat_template") in (None, template)
