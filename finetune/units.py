@@ -1,5 +1,6 @@
 """Reads and writes amounts and places as people do: bytes, seconds, counts, rows of files."""
 
+import os
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -157,6 +158,25 @@ def counted(number: int, thing: str) -> str:
     """
     plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def expand_home(path: str) -> str:
+    """Returns `path` with the user's home folder in place of a "~" at its beginning."""
+    # pathlib raises for a user that does not exist
+    return os.path.expanduser(path)  # noqa: PTH111
+
+
+def read_folder_path(text: str) -> str:
+    """Reads the path of a folder on this machine, which need not exist.
+
+    Raises `UserError` for a URL: it would be taken for a folder named "s3:".
+    """
+    if "://" in text:
+        raise UserError(
+            f"{text}: a URL; name a folder of this machine, such as one in which the storage is "
+            "mounted"
+        )
+    return expand_home(text)
 
 
 def name_place(path: str, number: int) -> str:

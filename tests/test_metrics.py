@@ -11,6 +11,7 @@ import shutil
 import struct
 import sys
 import termios
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,29 @@ def test_a_resume_keeps_the_bytes_of_the_lines_that_it_keeps(name: str, tmp_path
     path.write_bytes(whole[0].rstrip(b"\n"))
     drop_later_lines(path, 1)
     assert path.read_bytes() == whole[0]
+
+
+def test_a_resume_holds_a_line_at_a_time_and_writes_only_a_file_that_changes(
+    tmp_path: Path,
+) -> None:
+    """A run's completions.jsonl may have gigabytes, and the other ranks wait for the resume."""
+    path = tmp_path / "completions.jsonl"
+    append_json_lines(path, [{"step": step, "text": "x" * 2000} for step in range(1, 1001)])
+    written = path.read_bytes()
+    inode = path.stat().st_ino
+    drop_later_lines(path, 1000)
+    assert path.stat().st_ino == inode
+    tracemalloc.start()
+    try:
+        drop_later_lines(path, 999)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert path.read_bytes() == b"".join(written.splitlines(keepends=True)[:999])
+    assert peak_bytes < len(written) / 10
+    path.write_bytes(b'\n{"step": 1}')  # as many bytes after the repair, but others
+    drop_later_lines(path, 1)
+    assert path.read_bytes() == b'{"step": 1}\n'
 
 
 def test_a_full_disk_neither_ends_the_run_nor_loses_a_line(

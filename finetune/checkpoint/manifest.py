@@ -283,6 +283,7 @@ def find_damage(
     *,
     checksums: bool = True,
     parts: Collection[str] = PARTS,
+    share: tuple[int, int] = (0, 1),
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
     """Lists the problems of a checkpoint, as sentences; empty if it has none.
@@ -291,6 +292,8 @@ def find_damage(
         checkpoint: The checkpoint's folder, or a complete staging folder.
         checksums: Whether to read every byte; else only names and sizes are compared.
         parts: Which of the folders model and optimizer to check, beside state.json.
+        share: (index, count): the files are divided into `count` shares, and only those of one
+            share are read.
         advance: Called with the number of bytes read since the last call, for a progress bar.
     """
     try:
@@ -304,7 +307,7 @@ def find_damage(
     match = NAME.fullmatch(checkpoint.name)
     if match and int(match[1]) != manifest.step:
         return [f"{MANIFEST} is of step {manifest.step}"]
-    if problems := list(_file_problems(checkpoint, manifest, checksums, parts, advance)):
+    if problems := list(_file_problems(checkpoint, manifest, checksums, parts, share, advance)):
         return problems
     try:
         read_state(checkpoint)
@@ -318,6 +321,7 @@ def _file_problems(
     manifest: Manifest,
     checksums: bool,
     parts: Collection[str],
+    share: tuple[int, int],
     advance: Callable[[int], object],
 ) -> Iterator[str]:
     """Yields the problems of the files in a checkpoint's `parts`, and of those in neither part.
@@ -344,6 +348,8 @@ def _file_problems(
             yield f"{name} has {path.stat().st_size:,} bytes, not {entry['size']:,}"
         elif checksums:
             to_read.append((path, entry))
+    index, count = share
+    to_read = to_read[index::count]
     with ThreadPoolExecutor(max_workers=4) as pool:
         problems = pool.map(lambda item: _compare_checksum(advance, *item), to_read)
         for (path, _), problem in zip(to_read, problems, strict=True):

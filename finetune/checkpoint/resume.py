@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint.folders import find_newest_valid, list_checkpoints, rename_damaged
+from finetune.checkpoint.folders import list_checkpoints, rename_damaged
 from finetune.checkpoint.manifest import (
     MANIFEST,
     MODEL,
@@ -22,7 +22,6 @@ from finetune.checkpoint.manifest import (
     STATE,
     Progress,
     find_checkpoint_of,
-    find_damage,
     read_manifest,
     read_state,
 )
@@ -36,6 +35,7 @@ from finetune.checkpoint.shards import (
     set_model_state,
     set_optimizer_state,
 )
+from finetune.checkpoint.verify_shares import find_damage_together
 from finetune.config.keys import keys_of, leaves
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.pretrained import find_adapter
@@ -47,7 +47,7 @@ from finetune.constants import CONFIG_FILE, Names
 from finetune.data.prepare import PreparedData
 from finetune.data.sources import hash_file
 from finetune.distributed.world import RankGroup, World
-from finetune.errors import UserError
+from finetune.errors import AgreedError, UserError
 from finetune.files import durable
 from finetune.files.json_files import load_json, read_json_object
 from finetune.files.network import find_local_folder
@@ -188,21 +188,25 @@ def _find_key(change: str) -> str:
     return key
 
 
-def refuse_damaged_model(recipe: Recipe) -> None:
+def refuse_damaged_model(recipe: Recipe, world: World) -> None:
     """Raises `UserError` if a model that the recipe names is a damaged checkpoint of a run.
 
-    This is needed because loading does not compare checksums.
+    This is needed because loading does not compare checksums. All ranks call it.
     """
     models = [("model_name_or_path", recipe.model), (recipe.teacher_key, recipe.teacher)]
     models += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
-    for key, model in models:
-        if model is None or model.model_name_or_path is None:
-            continue
-        checkpoint = find_checkpoint_of(Path(model.model_name_or_path))
-        if checkpoint is not None and (problems := find_damage(checkpoint, parts=[MODEL])):
-            raise UserError(
-                f"{key}: {model.model_name_or_path}: damaged: {'; '.join(problems)}; name another "
-                "checkpoint"
+    names = [
+        (key, model.model_name_or_path)
+        for key, model in models
+        if model is not None and model.model_name_or_path is not None
+    ]
+    checkpoints = RankGroup(world).on_main(
+        lambda: [str(find_checkpoint_of(Path(name)) or "") for _, name in names]
+    )
+    for (key, name), checkpoint in zip(names, checkpoints, strict=True):
+        if checkpoint and (problems := find_damage_together(Path(checkpoint), world, [MODEL])):
+            raise AgreedError(
+                f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint"
             )
 
 
@@ -345,14 +349,58 @@ def find_start(
         UserError: If the checkpoint cannot be used, or if the recipe or its inputs have changed in
             a way that makes this another run.
     """
-    checkpoint = RankGroup(world).on_main(
-        lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {})
-    )
-    return None if checkpoint is None else Path(checkpoint)
+    checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder, world)
+    if checkpoint is not None:
+        ranks = world.data_parallel.size
+        RankGroup(world).on_main(
+            lambda: _accept(checkpoint, recipe, run_folder, ranks, inputs or {})
+        )
+    return checkpoint
 
 
-def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
+def find_checkpoint(resume_from: str, run_folder: Path, world: World) -> Path | None:
     """Finds and verifies the checkpoint from which a run resumes; None to start at step 0.
+
+    All ranks call it.
+
+    Args:
+        resume_from: auto, none, or the path of a checkpoint or a run.
+        run_folder: The run's folder.
+        world: The ranks, which verify together.
+
+    Raises:
+        UserError: If the checkpoint does not exist or is damaged, or if the run has continued from
+            it and has later checkpoints.
+    """
+    ranks = RankGroup(world)
+    candidates = ranks.on_main(lambda: [str(path) for path in list_starts(resume_from, run_folder)])
+    passed_over: list[str] = []  # a sentence for each damaged checkpoint
+    for candidate in map(Path, reversed(candidates)):
+        problems = find_damage_together(candidate, world)
+        if not problems:
+            for line in passed_over if world.is_main else ():
+                print(line)
+            return candidate
+        if candidate == Path(resume_from):
+            raise AgreedError(
+                f"resume_from_checkpoint: {candidate}: does not verify: {'; '.join(problems)}; "
+                "give another checkpoint, or the run's folder, whose newest one that verifies is "
+                "taken"
+            )
+        passed_over.append(f"{candidate}: passed over: {'; '.join(problems)}")
+    if passed_over:
+        raise AgreedError.of(
+            [
+                f"{Path(candidates[0]).parent.parent}: none of its checkpoints verifies; set "
+                "another output_dir to start over:",
+                *passed_over,
+            ]
+        )
+    return None
+
+
+def list_starts(resume_from: str, run_folder: Path) -> list[Path]:
+    """Lists the checkpoints from which a run may resume, in order of step. They are not verified.
 
     Args:
         resume_from: auto, none, or the path of a checkpoint or a run. A path outside `run_folder`
@@ -361,45 +409,33 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
         run_folder: The run's folder.
 
     Raises:
-        UserError: If the checkpoint does not exist or is damaged, or if the run has continued from
-            it and has later checkpoints.
+        UserError: If the path has no checkpoint, or if it is none and the run has checkpoints.
     """
     own_checkpoints = list_checkpoints(run_folder)
-    if resume_from == "none":
-        if own_checkpoints:
-            newest_step, _ = own_checkpoints[-1]
-            raise UserError(
-                f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints "
-                f"here (the newest of step {newest_step}); set another output_dir, or remove them"
-            )
-        return None
-    if resume_from == "auto" or (own_checkpoints and not _is_within(Path(resume_from), run_folder)):
-        return _find_newest(run_folder) if own_checkpoints else None
+    if resume_from == "none" and own_checkpoints:
+        newest_step, _ = own_checkpoints[-1]
+        raise UserError(
+            f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints "
+            f"here (the newest of step {newest_step}); set another output_dir, or remove them"
+        )
     path = Path(resume_from)
+    is_elsewhere = bool(own_checkpoints) and not _is_within(path, run_folder)
+    if resume_from in ("auto", "none") or is_elsewhere:
+        return [checkpoint for _, checkpoint in own_checkpoints]
     if not path.is_dir():
         raise UserError(
             f"resume_from_checkpoint: {path}: no such folder; give a checkpoint's, a run's, or auto"
         )
-    if not (path / MANIFEST).exists() and list_checkpoints(path):
-        return _find_newest(path)
-    if not (path / MANIFEST).exists():
+    if (path / MANIFEST).exists():
+        return [path]
+    checkpoints = [checkpoint for _, checkpoint in list_checkpoints(path)]
+    if not checkpoints:
         raise UserError(
             f"resume_from_checkpoint: {path}: neither a checkpoint nor a run that has one, as "
             f"there is no {MANIFEST}; give a run's folder checkpoints/step-..., or name a model's "
             "folder in model_name_or_path, to start from its weights"
         )
-    if problems := find_damage(path):
-        raise UserError(
-            f"resume_from_checkpoint: {path}: does not verify: {'; '.join(problems)}; give another "
-            "checkpoint, or the run's folder, whose newest one that verifies is taken"
-        )
-    later = [step for step, _ in own_checkpoints if step > read_manifest(path).step]
-    if later:
-        raise UserError(
-            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; "
-            "set another output_dir, or remove the later checkpoints"
-        )
-    return path
+    return checkpoints
 
 
 def load_start(
@@ -490,25 +526,30 @@ def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     return deciding, other
 
 
-def _find_and_compare(
-    recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]
-) -> str | None:
-    """Does the work of `find_start` on rank 0.
+def _accept(
+    checkpoint: Path, recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]
+) -> None:
+    """Compares the recipe and its inputs with those of `checkpoint`, from which the run resumes.
 
-    Also renames the damaged checkpoints after the one that it returns, if that is in `run_folder`.
+    Renames the damaged checkpoints after it, if it is in `run_folder`. Raises `UserError` if this
+    is another run, or if the recipe names an older checkpoint than the run's newest.
+
     `ranks`: the number of shares into which a step's rows are divided.
     """
-    checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder)
-    if checkpoint is None:
-        return None
+    step = read_manifest(checkpoint).step
+    later = [saved_step for saved_step, _ in list_checkpoints(run_folder) if saved_step > step]
+    if later and checkpoint == Path(recipe.checkpoint.resume_from_checkpoint):
+        raise UserError(
+            f"resume_from_checkpoint: {checkpoint}: the run has continued from here to step "
+            f"{later[-1]}; set another output_dir, or remove the later checkpoints"
+        )
     _refuse_another_run(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
         until = " until the run has saved that step again"
         if recipe.checkpoint.save_total_limit is None:
             until = ""  # all checkpoints are kept
-        for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
+        for damaged in rename_damaged(run_folder, step):
             print(f"{damaged}: damaged, kept under this name{until}")
-    return str(checkpoint)
 
 
 def _refuse_another_run(
@@ -553,28 +594,6 @@ def _refuse_other_optimizer(checkpoint: Path, then: str | None, now: str) -> Non
             f"{checkpoint}: optim: {then} -> {now}: {now} cannot read the state that {then} has "
             "saved; set it back, or set another output_dir to start from this checkpoint's weights"
         )
-
-
-def _find_newest(run_folder: Path) -> Path:
-    """Returns a run's newest checkpoint that verifies, and prints the damaged ones after it.
-
-    Raises `UserError` if none verifies.
-    """
-    passed_over: list[str] = []  # a sentence for each damaged checkpoint
-    newest = find_newest_valid(run_folder, passed_over.append)
-    if newest is None:
-        raise UserError.of(
-            [
-                (
-                    f"{run_folder}: none of its checkpoints verifies; set another output_dir to "
-                    "start over:"
-                ),
-                *passed_over,
-            ]
-        )
-    for line in passed_over:
-        print(line)
-    return newest
 
 
 def _is_within(path: Path, run_folder: Path) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from finetune.config.layout import GROUP_KEYS
 from finetune.config.yaml_file import read_entries
 from finetune.errors import UserError
+from finetune.units import expand_home
 
 STAGES = {  # zero_stage -> the layout that it is translated to
     0: "DDP, as every rank holds everything",
@@ -211,7 +212,7 @@ class _DeepspeedReader:
 
         `name`: its path, from the working directory or from `folder`.
         """
-        candidates = [Path(name).expanduser()]
+        candidates = [Path(expand_home(name))]
         if folder is not None:
             candidates.append(folder / name)
         path = next((candidate for candidate in candidates if candidate.is_file()), None)

@@ -25,6 +25,10 @@ class FileOrName:
     """
 
 
+class LocalFolder:
+    """Marks a key whose value is the path of a folder on this machine, or a word such as auto."""
+
+
 class PythonName:
     """Marks a key whose values name functions or classes in files: see user_code.py."""
 
@@ -64,6 +68,7 @@ class Key:
     default: Any  # dataclasses.MISSING: the key is required
     help: str
     is_file_or_name: bool  # marked FileOrName
+    is_local_folder: bool  # marked LocalFolder
     is_python_name: bool  # marked PythonName
     same_on_resume: bool  # marked SameOnResume
     is_patterns: bool  # marked ModulePatterns
@@ -96,6 +101,7 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
             default=attribute.default,
             help=next(text for text in metadata if isinstance(text, str)),
             is_file_or_name=FileOrName in metadata,
+            is_local_folder=LocalFolder in metadata,
             is_python_name=PythonName in metadata,
             same_on_resume=SameOnResume in metadata,
             is_patterns=ModulePatterns in metadata,

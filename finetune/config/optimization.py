@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.config.keys import Positive, ReadAs, SameOnResume
+from finetune.config.keys import LocalFolder, Positive, ReadAs, SameOnResume
 from finetune.config.schedules import (
     ARGUMENTS_HELP,
     DEFAULT_SCHEDULE,
@@ -401,6 +401,7 @@ class Optimization:
     ] = "none"
     offload_dir: Annotated[
         str | None,
+        LocalFolder,
         "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end "
         "with the run; a checkpoint needs none of them.",
     ] = None

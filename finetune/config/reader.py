@@ -52,6 +52,7 @@ from finetune.constants import Names
 from finetune.errors import UserError, name_page
 from finetune.files.durable import replace_file
 from finetune.files.json_files import parse_json
+from finetune.units import expand_home, read_folder_path
 
 
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
@@ -646,12 +647,13 @@ def _holds_nul(value: Any) -> bool:
 
 
 def _locate_value(value: Any, key: Key, folder: Path) -> Any:
-    """Replaces names of files in a key's value by the paths of files that exist.
+    """Replaces names of files in a key's value by the paths of files that exist, and a folder's
+    "~" by the user's home.
 
-    They are looked for from the working directory, then from `folder`, the recipe's. A value
+    Files are looked for from the working directory, then from `folder`, the recipe's. A value
     that names no files is returned as it is.
 
-    Raises `_Unfit` if a file does not exist.
+    Raises `_Unfit` if a file does not exist, or a folder is a URL.
     """
     if value is None:
         return None
@@ -662,6 +664,11 @@ def _locate_value(value: Any, key: Key, folder: Path) -> Any:
         return _locate_functions(value, folder, served_prefixes)
     if key.is_file_or_name and isinstance(value, str):
         return _locate_file(value, folder)
+    if key.is_local_folder:
+        try:
+            return read_folder_path(value)
+        except UserError as error:
+            raise _Unfit(str(error)) from None
     return value
 
 
@@ -710,7 +717,7 @@ def _locate_reward(value: str, folder: Path) -> str:
     """
     if is_judge(value):
         return value
-    is_folder = any(path.is_dir() for path in (Path(value).expanduser(), folder / value))
+    is_folder = any(path.is_dir() for path in (Path(expand_home(value)), folder / value))
     is_function = value in SHIPPED_REWARDS or ".py" in value
     if not is_function and ("/" in value or is_folder):
         return _locate_file(value, folder)
@@ -791,7 +798,7 @@ def _find_path(value: str, folder: Path) -> str | None:
     Returns the path. If nothing exists, returns `value` if it may be a hub name, else None.
     """
     is_glob = any(letter in value for letter in "*?[")
-    for candidate in (Path(value).expanduser(), folder / value):
+    for candidate in (Path(expand_home(value)), folder / value):
         if candidate.exists() or (is_glob and _has_match(candidate)):
             return _resolve_checkpoint(str(candidate))
     if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS):

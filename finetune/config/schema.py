@@ -22,6 +22,7 @@ from finetune.config.keys import (
     FileName,
     FileOrName,
     Key,
+    LocalFolder,
     ModulePatterns,
     Positive,
     PythonName,
@@ -307,6 +308,7 @@ class DatasetSource:
     image_folder: Annotated[
         str | None,
         FileName,
+        LocalFolder,
         "The folder from which paths of images start; null: that of the file that names them.",
     ] = None
     alpaca_prompt: Annotated[
@@ -455,7 +457,7 @@ class Data:
         Positive | None, "Threads that tokenize; null: one for each core."
     ] = None
     dataset_cache_dir: Annotated[
-        str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."
+        str | None, LocalFolder, "Where tokenized rows are kept; null: in the Hugging Face cache."
     ] = None
     dataloader_num_workers: Annotated[
         int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
@@ -656,7 +658,9 @@ class Run:
     """The keys about a run's folder, seed, evaluations, logs and trackers."""
 
     run_name: Annotated[FileName | None, "The run's name; null: the recipe's file name."] = None
-    output_dir: Annotated[FileName | None, "The run's folder; null: runs/<run_name>."] = None
+    output_dir: Annotated[
+        FileName | None, LocalFolder, "The run's folder; null: runs/<run_name>."
+    ] = None
     accelerate_config: Annotated[
         str | None, FileOrName, "The Accelerate config, if the command names none."
     ] = None
@@ -769,6 +773,7 @@ class Checkpoint:
     resume_from_checkpoint: Annotated[
         str,
         ReadAs(True, "auto"),
+        LocalFolder,
         (
             "auto: the newest checkpoint of output_dir that verifies; none: start over; or a "
             "checkpoint's path."

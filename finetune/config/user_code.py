@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from finetune.errors import Preempted, UserError
+from finetune.units import expand_home
 
 # The folder of this package's own files. Without the separator it would match finetune_mine.py.
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -50,7 +51,7 @@ def locate(text: str, folder: Path, known: Collection[str] = ()) -> str:
                 "my_rewards.py:right, or the folder of a reward model"
             )
         raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows")
-    path = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
+    path = next((path for path in (Path(expand_home(file)), folder / file) if path.is_file()), None)
     if path is None:
         raise ValueError(f"{file}: no such file, here or in the recipe's folder")
     return f"{path}:{name}"

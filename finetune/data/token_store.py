@@ -304,7 +304,7 @@ POLL_SECONDS = 0.1  # between two looks for a store that another process writes
 def cache_folder(data: Data) -> Path:
     """Returns the folder that holds the token stores: dataset_cache_dir, or the user's cache."""
     if data.dataset_cache_dir is not None:
-        return Path(data.dataset_cache_dir).expanduser()
+        return Path(data.dataset_cache_dir)
     return find_cache("tokens")
 
 

@@ -66,10 +66,10 @@ def gather_json(
 ) -> list[Any]:
     """Returns the `value` of every rank of `group`, in order of rank. All of them call it.
 
-    Each value is sent as JSON, in a tensor of bytes on `device`.
+    Each value is sent as JSON, in a tensor of bytes on `device`. Every rank receives as many times
+    the longest value as there are ranks: `broadcast_json` is for a value of one rank.
     """
-    encoded = bytearray(json.dumps(value).encode())
-    own_text = torch.frombuffer(encoded, dtype=torch.uint8).to(device)
+    own_text = _encode(value).to(device)
     ranks = dist.get_world_size(group)
     # an all-gather needs tensors of one size: lengths first, then texts padded to the longest
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
@@ -80,8 +80,33 @@ def gather_json(
     dist.all_gather(texts, padded_text, group)
     values = []
     for text, size in zip(texts, sizes, strict=True):
-        values.append(json.loads(bytes(text[: int(size.item())].tolist())))
+        values.append(_decode(text[: int(size.item())]))
     return values
+
+
+def broadcast_json(value: Any, group: ProcessGroup | None = None) -> Any:
+    """Returns the `value` of rank 0 on every rank of `group`, a gloo group of all ranks.
+
+    All ranks call it; the other ranks' `value` is not used.
+    """
+    is_main = dist.get_rank() == 0
+    text = _encode(value) if is_main else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([text.numel()])
+    dist.broadcast(size, 0, group)
+    if not is_main:
+        text = torch.empty(int(size.item()), dtype=torch.uint8)
+    dist.broadcast(text, 0, group)
+    return _decode(text)
+
+
+def _encode(value: Any) -> Tensor:
+    """Returns `value` as JSON, uint8[bytes]."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(text: Tensor) -> Any:
+    """Returns the value that `_encode` wrote into `text`, uint8[bytes]."""
+    return json.loads(text.cpu().numpy().tobytes())
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +265,15 @@ class World:
             return gather_json(value, group)
         return [value]
 
+    def broadcast(self, value: Any, group: ProcessGroup | None = None) -> Any:
+        """Returns the JSON `value` of rank 0 on every rank. All ranks call it.
+
+        `group` is as for `gather`.
+        """
+        if dist.is_initialized():
+            return broadcast_json(value, group)
+        return value
+
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
@@ -276,12 +310,19 @@ class RankGroup:
         return [outcome["result"] for outcome in outcomes]
 
     def on_main(self, action: Callable[[], Any]) -> Any:
-        """Runs `action` on rank 0; returns its result on every rank.
+        """Runs `action` on rank 0; returns its JSON result on every rank.
 
-        All ranks call it, and wait for rank 0.
+        All ranks call it, and wait for rank 0. It raises as `on_all` does.
         """
-        main_result, *_ = self.on_all(lambda: action() if self.world.is_main else None)
-        return main_result
+        result = None
+
+        def run_on_main() -> None:
+            nonlocal result
+            if self.world.is_main:
+                result = action()
+
+        self.on_all(run_on_main)
+        return self.world.broadcast(result, self.group)
 
 
 def _describe_error(error: Exception) -> str:

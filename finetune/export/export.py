@@ -50,7 +50,7 @@ from finetune.files.network import check_push, push_folder
 from finetune.files.phases import Phases
 from finetune.files.tensors import read_files
 from finetune.models.quantized_weights import one_torch_thread
-from finetune.units import disk_size
+from finetune.units import disk_size, read_folder_path
 
 
 def export(
@@ -94,11 +94,12 @@ def export(
     options = ExportOptions(
         model=not adapter_only, formats=tuple(formats), keys=others, **fields_of_options
     )
-    check_request(Path(run_or_checkpoint), Path(output), options)
+    target = Path(read_folder_path(str(output)))
+    check_request(Path(run_or_checkpoint), target, options)
     if push_to_hub is not None:
         check_push(push_to_hub)
     source = open_source(Path(run_or_checkpoint), base_model=base_model, log=log)
-    exported = export_source(source, Path(output), options, log)
+    exported = export_source(source, target, options, log)
     if push_to_hub is not None:
         push_folder(exported, push_to_hub, log)
     return exported

@@ -61,24 +61,28 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview]) -> dict[str, ob
     return {"size": size, CHECKSUM: digest.hexdigest()}
 
 
-def replace_file(path: Path, content: str | bytes) -> None:
+def replace_file(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Replaces the file `path`, or makes it: writes a temporary file beside it and renames that.
 
     A symbolic link stays, and the file that it points to is replaced. A device such as /dev/stdout
     is written to directly.
 
+    `content`: the text or the bytes; or pieces, which may be read from the old file meanwhile.
+
     Raises `OSError` if it fails; `path` then keeps its old content.
     """
-    raw = content.encode("utf-8") if isinstance(content, str) else content
+    if isinstance(content, str):
+        content = content.encode("utf-8")
+    pieces = [content] if isinstance(content, bytes) else content
     if path.exists() and not path.is_file():
-        path.write_bytes(raw)
+        path.write_bytes(b"".join(pieces))
         return
     target = path.resolve()
     temporary = target.with_name(f".{target.name}.{HOST}-{os.getpid()}.part")
     try:
         temporary.unlink(missing_ok=True)
         _remove_leftovers(target)
-        write_file(temporary, [raw])
+        write_file(temporary, pieces)
         temporary.replace(target)
         sync_folder(target.parent)
     except OSError as error:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -131,17 +131,20 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
     return [value for _, value in read_lines_as_written(path)]
 
 
-def read_lines_as_written(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
-    """Returns (bytes of the line without its newline, JSON object or None) for each line of a file.
+def read_lines_as_written(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Yields (bytes of the line with its newline, JSON object or None) for each line of a file.
 
-    A missing file and an incomplete last line are treated as in `read_json_lines`.
+    Holds one line at a time. A missing file and an incomplete last line are treated as in
+    `read_json_lines`.
     """
     if not path.is_file():
-        return []
-    parsed = [(line, _parse_object_or_none(line)) for line in path.read_bytes().split(b"\n")]
-    # what follows the last newline: nothing, or a line that was not finished
-    _, last_value = parsed[-1]
-    return parsed if last_value is not None else parsed[:-1]
+        return
+    with path.open("rb") as file:
+        for line in file:
+            value = _parse_object_or_none(line)
+            # a last line without a newline may have been finished all the same
+            if value is not None or line.endswith(b"\n"):
+                yield line, value
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -6,13 +6,13 @@ Imports no torch.
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.files.durable import replace_file
+from finetune.files.durable import hash_json, replace_file
 from finetune.files.json_files import read_json_lines, read_json_object, read_lines_as_written
 from finetune.files.network import find_local_folder
 from finetune.units import counted
@@ -198,32 +198,40 @@ DIVERGED_MARGIN = 1.0
 DIVERGED_LINES = 10
 
 
-def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
-    """Removes the lines after `step` from metrics.jsonl or samples.jsonl, and returns the others.
+def drop_later_lines(path: Path, step: int) -> None:
+    """Removes the lines after `step` from metrics.jsonl, samples.jsonl or completions.jsonl.
 
     `step` is that of the checkpoint from which a run resumes: the run writes later lines again. A
     run that starts over (`step` 0) writes all lines again, so all are removed.
 
     Unreadable lines are removed too, and repetitions of a line of metrics.jsonl. The bytes of the
-    lines that stay do not change.
+    lines that stay do not change, and a file without lines to remove is not written. The file may
+    be larger than the memory.
     """
     if not path.exists():
-        return []
-    seen = set[str]()
-    kept: list[dict[str, Any]] = []
-    text = b""
+        return
+    with path.open("rb") as lines:
+        pairs = itertools.zip_longest(lines, _lines_up_to(path, step))
+        is_unchanged = all(before == after for before, after in pairs)
+    if not is_unchanged:
+        replace_file(path, _lines_up_to(path, step))
+
+
+def _lines_up_to(path: Path, step: int) -> Iterator[bytes]:
+    """Yields the lines of a file that `drop_later_lines` leaves, each with its newline."""
+    if step == 0:
+        return
+    seen = set[str]()  # hashes
     for written, line in read_lines_as_written(path):
-        if not readable_lines([line]) or line is None or line.get("step", 0) > step or step == 0:
+        if line is None or not readable_lines([line]) or line.get("step", 0) > step:
             continue
-        canonical = json.dumps(line, sort_keys=True)
         # equal lines of samples.jsonl stay: a prompt may be given twice and get the same answer
-        if path.name == "metrics.jsonl" and canonical in seen:
-            continue
-        seen.add(canonical)
-        kept.append(line)
-        text += written + b"\n"
-    replace_file(path, text.decode())
-    return kept
+        if path.name == "metrics.jsonl":
+            line_hash = hash_json(line)
+            if line_hash in seen:
+                continue
+            seen.add(line_hash)
+        yield written.removesuffix(b"\n") + b"\n"
 
 
 def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:

@@ -178,7 +178,7 @@ def _collect_signals() -> list[int]:
 
 def _announce(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
     """Sends an operation, NOTHING or STOP to the other ranks, which wait for it in `_follow`."""
-    world.gather([operation, arguments])
+    world.broadcast([operation, arguments])
 
 
 def _follow(operations: "Operations") -> None:
@@ -188,7 +188,7 @@ def _follow(operations: "Operations") -> None:
     world = operations.session.world
     watch_for_failure(world, lambda _: None)
     while True:
-        operation, arguments = world.gather(None)[0]
+        operation, arguments = world.broadcast(None)
         if operation == STOP:
             return
         if operation != NOTHING:

@@ -19,9 +19,15 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
-from finetune.checkpoint.manifest import Progress, find_damage, hash_recipe, read_state
-from finetune.checkpoint.resume import compare_to_saved, read_progress, refuse_damaged_model
+from finetune.checkpoint.manifest import Progress, hash_recipe, read_state
+from finetune.checkpoint.resume import (
+    compare_to_saved,
+    list_starts,
+    read_progress,
+    refuse_damaged_model,
+)
 from finetune.checkpoint.save import Saver
+from finetune.checkpoint.verify_shares import find_damage_together
 from finetune.config.layout import gathers_fp8
 from finetune.config.pretrained import text_config_of
 from finetune.config.reader import to_dict
@@ -48,7 +54,7 @@ from finetune.files.durable import (
 )
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.phases import Phases
-from finetune.files.run_files import drop_later_lines
+from finetune.files.run_files import drop_later_lines, readable_lines
 from finetune.flops import flop_per_token_of, forward_flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
@@ -97,6 +103,7 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     """
     folder = recipe.folder
     RankGroup(world).on_main(lambda: _open_folder(folder, recipe))
+    refuse_damaged_model(recipe, world)
     return folder
 
 
@@ -111,7 +118,6 @@ def _open_folder(folder: Path, recipe: Recipe) -> None:
         restore_exports(folder)
     if recipe.model.model_name_or_path is not None:
         restore_folder(Path(recipe.model.model_name_or_path))
-    refuse_damaged_model(recipe)
 
 
 def try_folder(recipe: Recipe, world: World) -> None:
@@ -138,21 +144,31 @@ def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World
     if recipe.data.chat_template_date is not None or not may_ask:
         return recipe
     template = hash_json(tokenizer.chat_template)
-    day = RankGroup(world).on_main(lambda: _find_first_day(folder, template))
+    resume_from = recipe.checkpoint.resume_from_checkpoint
+    day = RankGroup(world).on_main(lambda: _find_first_day(folder, resume_from, template))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))
 
 
-def _find_first_day(folder: Path, template: str) -> str | None:
-    """Returns the day in the recipe.yaml of a run's folder, else in its newest readable checkpoint;
-    today if there is no such checkpoint, or if it has no day and was saved under another template.
+def _find_first_day(folder: Path, resume_from: str, template: str) -> str | None:
+    """Returns the day in the recipe.yaml of a run's folder, else in the newest readable checkpoint
+    from which the run may resume; today if there is no such checkpoint, or if it has no day and was
+    saved under another template.
 
-    A script's session writes no recipe.yaml. Returns None if an older version saved the checkpoint,
-    without a day.
+    A script's session writes no recipe.yaml. In a run that has yet to start from a checkpoint of
+    another folder, recipe.yaml does not count. Returns None if an older version saved the
+    checkpoint, without a day.
 
-    `template`: the hash of the chat template, as `fingerprint_inputs` returns it.
+    Args:
+        folder: The run's folder.
+        resume_from: The recipe's `resume_from_checkpoint`.
+        template: The hash of the chat template, as `fingerprint_inputs` returns it.
     """
+    starts: list[Path] = []
+    with suppress(UserError):  # `find_start` raises it
+        starts = list_starts(resume_from, folder)
     run_recipe = folder / RECIPE
-    if run_recipe.is_file():
+    starts_elsewhere = bool(starts) and not list_checkpoints(folder)
+    if run_recipe.is_file() and not starts_elsewhere:
         try:
             first_day: str | None = read_yaml(run_recipe).get("chat_template_date")
         except UserError as error:
@@ -161,7 +177,7 @@ def _find_first_day(folder: Path, template: str) -> str | None:
             return first_day
     today = date.today().isoformat()
     day: str | None = today
-    for _, checkpoint in list_checkpoints(folder):
+    for checkpoint in starts:
         with suppress(ValueError):  # damaged
             state = read_state(checkpoint)
             is_same = state.get("inputs", {}).get("chat_template") in (None, template)
@@ -403,10 +419,12 @@ def open_log(
         if data.report.is_complete:  # else `make_stream_reporter` writes it while the data is read
             write_data_report(folder, data.report.as_json())
         _keep_comparison_rows(folder, recipe, data)
-        samples = drop_later_lines(folder / SAMPLES, step)
+        drop_later_lines(folder / SAMPLES, step)
         drop_later_lines(folder / COMPLETIONS, step)
         log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
-        return _find_results(read_json_lines(folder / METRICS), samples, step)
+        return _find_results(
+            read_json_lines(folder / METRICS), read_json_lines(folder / SAMPLES), step
+        )
 
     results: dict[str, Any] = RankGroup(world).on_main(open_on_main)
     return log, results
@@ -425,25 +443,25 @@ def _keep_comparison_rows(folder: Path, recipe: Recipe, data: PreparedData) -> N
 
 
 def _find_results(
-    metrics: Iterable[Mapping[str, Any] | None], samples: Iterable[Mapping[str, Any]], step: int
+    metrics: Iterable[dict[str, Any] | None], samples: Iterable[dict[str, Any] | None], step: int
 ) -> dict[str, Any]:
     """Finds the results of evaluations at `step` that were logged before.
 
     Args:
         metrics: The lines of metrics.jsonl; None for a line that cannot be read.
-        samples: The lines of samples.jsonl.
+        samples: The lines of samples.jsonl, likewise.
         step: The step.
 
     Returns:
         "eval_loss" and "exact_match" -> the number; "sample_prompts" -> True. Only what was logged.
     """
     results: dict[str, Any] = {}
-    for line in metrics:
-        if line is not None and line.get("step") == step:
+    for line in readable_lines(metrics):
+        if line.get("step") == step:
             results |= {key: line[key] for key in ("eval_loss", "exact_match") if key in line}
-    for sample in samples:
+    for sample in readable_lines(samples):
         # only answers to sample_prompts have no expected answer
-        if sample["step"] == step and sample.get("expected") == "":
+        if sample.get("step") == step and sample.get("expected") == "":
             results["sample_prompts"] = True
     return results
 
@@ -630,33 +648,44 @@ def is_finished(
     Raises `UserError` if all steps are trained but keys of optimization have changed since: the
     export would be described by keys that it was not trained with.
     """
-    is_done: bool = RankGroup(world).on_main(
-        lambda: _is_finished_on_main(folder, recipe, inputs, steps)
-    )
-    if is_done and world.is_main:
+    ranks = RankGroup(world)
+    end = ranks.on_main(lambda: _find_end(folder, recipe, inputs, steps))
+    # Verified only here: if steps are left to train, `find_start` verifies it.
+    if end is None or find_damage_together(Path(end["checkpoint"]), world):
+        return False
+    if not end["is_recorded"]:
+        ranks.on_main(
+            lambda: _refuse_other_training(folder, recipe, inputs, Path(end["checkpoint"]))
+        )
+        return False
+    if world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results_line(folder))
-    return is_done
+    return True
 
 
-def _is_finished_on_main(
+def _find_end(
     folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int
-) -> bool:
-    """Returns the answer of `is_finished`, on rank 0."""
+) -> dict[str, Any] | None:
+    """Finds the last checkpoint of a run that has no step left to train; None if it has some, or
+    if its exports are missing.
+
+    Returns {"checkpoint": its path, "is_recorded": whether finished.json is of this recipe and
+    these inputs}. The checkpoint is not verified.
+    """
     checkpoints = list_checkpoints(folder)
     if not checkpoints:
-        return False
+        return None
     last_step, newest = checkpoints[-1]
-    if read_json_object(folder / FINISHED) == _make_record(recipe, inputs, last_step):
-        return _has_exports(folder, recipe) and not find_damage(newest)
-    try:
-        is_over = last_step >= steps or is_out_of_patience(read_progress(newest), recipe.run)
-    except ValueError:  # the checkpoint is damaged: a run that resumes takes an older one
-        is_over = False
-    # Only here is the checkpoint verified: if steps are left to train, `find_start` verifies it.
-    if is_over and not find_damage(newest):
-        _refuse_other_training(folder, recipe, inputs, newest)
-    return False
+    is_recorded = read_json_object(folder / FINISHED) == _make_record(recipe, inputs, last_step)
+    if is_recorded:
+        is_over = _has_exports(folder, recipe)
+    else:
+        try:
+            is_over = last_step >= steps or is_out_of_patience(read_progress(newest), recipe.run)
+        except ValueError:  # the checkpoint is damaged: a run that resumes takes an older one
+            is_over = False
+    return {"checkpoint": str(newest), "is_recorded": is_recorded} if is_over else None
 
 
 def _has_exports(folder: Path, recipe: Recipe) -> bool:

@@ -211,7 +211,8 @@ class MetricsLog:
         if path is not None:
             lines = read_json_lines(path) if start_step else []
             missing = describe_missing(path, start_step)
-            kept = drop_later_lines(path, start_step)
+            drop_later_lines(path, start_step)
+            kept = readable_lines(read_json_lines(path))
             self._start = 1 + count_starts(kept)
             self._losses = losses_of(kept)
             self._display = Display(steps, start_step, (loss for _, loss in self._losses))

@@ -19,6 +19,7 @@ from finetune.checkpoint.resume import find_checkpoint
 from finetune.errors import UserError
 from finetune.files.durable import ADAPTER, EXPORT, restore_exports
 from finetune.files.run_files import drop_later_lines
+from tests.checkpoint.tiny_run import ALONE
 
 CLOCKS = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
 METRICS, SAMPLES, FINISHED = "metrics.jsonl", "samples.jsonl", "finished.json"
@@ -202,7 +203,7 @@ def judge_image(
     restore_exports(image)
     sound = compare_checkpoints(image, reference, before, damaged)
     try:
-        found = find_checkpoint("auto", image)
+        found = find_checkpoint("auto", image, ALONE)
     except UserError:
         found = None
         if not damaged:

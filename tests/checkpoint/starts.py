@@ -227,7 +227,8 @@ def metrics_that_cannot_be_written_are_a_sentence() -> None:
     lines = "".join(
         json.dumps({"step": 1, "epoch": 0.5, "exact_match": i / 2000}) + "\n" for i in range(2000)
     ).encode()
-    with edited(metrics, lambda text: text + lines):
+    later = b'{"step": 99}\n'  # which a resume drops
+    with edited(metrics, lambda text: text + lines + later):
         limit = (50_000, resource.RLIM_INFINITY)  # a longer file fails, as on a full disk
         outcome = resume("full", before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
         is_refused(outcome, f"{metrics}: File too large")

@@ -75,18 +75,19 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
 def test_a_path_that_is_no_checkpoint_is_said_with_what_to_give(tmp_path: Path) -> None:
     """A model's folder, or a checkpoint of another tool's: nothing in it is damaged."""
     from finetune.checkpoint.resume import find_checkpoint
+    from tests.checkpoint.tiny_run import ALONE
 
     newest = write_checkpoint(tmp_path / "other", 2)
     for folder in (newest / "model", tmp_path):
         with pytest.raises(
             UserError, match=r"neither a checkpoint nor a run .* model_name_or_path"
         ):
-            find_checkpoint(str(folder), tmp_path / "run")
+            find_checkpoint(str(folder), tmp_path / "run", ALONE)
     (newest / manifest.STATE).unlink()
     with pytest.raises(
         UserError, match=r"state\.json is missing; give another checkpoint, or the run's"
     ):
-        find_checkpoint(str(newest), tmp_path / "run")
+        find_checkpoint(str(newest), tmp_path / "run", ALONE)
 
 
 def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:

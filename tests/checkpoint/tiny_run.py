@@ -8,6 +8,7 @@ Resumes from the newest checkpoint that verifies. Writes `STEP LOSS` lines and a
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from finetune.distributed.world import World
 from finetune.files.tensors import read_folder, read_slice
 
 ROWS = 6
+ALONE = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), SimpleNamespace())  # type: ignore[arg-type]
 
 
 def build(model_folder: str, lora: bool, world: World) -> tuple[Any, Any]:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.keys import keys_of
 from finetune.config.reader import RECIPES, add_hints, read_recipe, to_dict, write_recipe
+from finetune.config.schema import DatasetSource, recipe_keys
 from finetune.convert import hints
 from finetune.errors import UserError
 from finetune.training.callbacks import list_trackers
@@ -100,6 +102,41 @@ def test_a_checkpoint_as_the_model_is_its_model_folder(tmp_path: Path) -> None:
         (checkpoint / name).write_text("{}")
     recipe = read_recipe(None, [f"model_name_or_path={checkpoint}", "datasets=[{path: a/b}]"])
     assert recipe.model.model_name_or_path == str(checkpoint / "model")
+
+
+FOLDERS = (
+    "output_dir: PATH\n",
+    "optim_offload: nvme\noffload_dir: PATH\n",
+    "dataset_cache_dir: PATH\n",
+    "resume_from_checkpoint: PATH\n",
+    "eval_datasets:\n  - path: some/data\n    image_folder: PATH\n",
+)
+
+
+@pytest.mark.parametrize("text", FOLDERS, ids=range(len(FOLDERS)))
+def test_a_folder_is_one_of_this_machine_and_home_is_meant_by_a_tilde(
+    text: str, tmp_path: Path, problems: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    file = tmp_path / "folder.yaml"
+    file.write_text(GOOD + text.replace("PATH", "~/a run"))
+    read = json.dumps(to_dict(read_recipe(str(file))))
+    assert '"/home/someone/a run"' in read and "~" not in read
+    (problem,) = problems(GOOD + text.replace("PATH", "s3://bucket/a"))
+    assert "s3://bucket/a: a URL; name a folder of this machine" in problem
+
+
+def test_every_key_of_a_folder_is_among_them() -> None:
+    """A key that is one by its name, or is marked as one."""
+    every = {**recipe_keys(), **keys_of(DatasetSource)}
+    folders = {name for name, key in every.items() if key.is_local_folder}
+    assert folders >= {name for name in every if name.endswith(("_dir", "_folder"))}
+    assert all(any(f"{name}: PATH" in text for text in FOLDERS) for name in folders)
+
+
+def test_the_home_of_nobody_is_no_traceback(problems: Callable[..., list[str]]) -> None:
+    (problem,) = problems(GOOD.replace("some/model", "~nobody-here/m"))
+    assert "~nobody-here/m: no such file or folder" in problem
 
 
 def test_a_file_is_looked_for_here_and_beside_the_recipe(

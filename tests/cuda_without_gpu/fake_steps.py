@@ -171,6 +171,7 @@ def pretend(traces: bool = False) -> None:
     pretend_groups()
     # ids of documents, which are no tensors of a step; between real ranks it waits once
     World.gather = lambda self, value, group=None: [value]  # type: ignore[method-assign]
+    World.broadcast = lambda self, value, group=None: value  # type: ignore[method-assign]
     load.build_on_meta = build_fake  # type: ignore[assignment]
     load.read_base_values = lambda *_: (random_values, {})
     load.fill_quantized_layers = lambda *_: None

@@ -1,6 +1,8 @@
 """Chat templates that write today's date: one day for a whole run, on every rank and after every restart."""
 
 import json
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from finetune.config.methods import RolloutKeys
 from finetune.config.reader import to_dict, write_recipe
-from finetune.config.schema import Data, DatasetSource, Recipe
+from finetune.config.schema import Checkpoint, Data, DatasetSource, Recipe
 from finetune.data.messages import BadRow
 from finetune.data.paid_text import read_reward_texts
 from finetune.data.token_store import cache_key
@@ -26,7 +28,9 @@ from tests.conftest import make_tokenizer
 DATED = """{%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
 {{- bos_token + "Today Date: " + date_string }}{% for m in messages %}{{ "<|" + m.role + "|>" + m.content }}{% endfor %}"""
 MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
-ALONE: Any = SimpleNamespace(is_main=True, gather=lambda value, group: [value])
+ALONE: Any = SimpleNamespace(
+    is_main=True, gather=lambda value, group: [value], broadcast=lambda value, group: value
+)
 
 
 def dated_tokenizer() -> Any:
@@ -92,15 +96,59 @@ def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks()
     assert key(plain, None) == key(plain, "2026-01-31")
 
 
-def test_a_run_keeps_the_day_on_which_it_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fixed_on(day: str, recipe: Recipe, tokenizer: Any) -> str | None:
+@pytest.fixture
+def fixed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
+    """The day of a run in `tmp_path` that starts on `day`."""
+
+    def fix(day: str, recipe: Recipe, tokenizer: Any) -> str | None:
         monkeypatch.setattr(
             lifecycle, "date", SimpleNamespace(today=lambda: date.fromisoformat(day))
         )
         return fix_template_date(recipe, tmp_path, tokenizer, ALONE).data.chat_template_date
 
+    return fix
+
+
+def save_state(run: Path, **changed: Any) -> Path:
+    """The state.json of a run's checkpoint."""
+    counts = ("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best")
+    state = dict.fromkeys(counts, 1) | {"epoch": 0.5, "global_batch_size": 1, "scaler": None}
+    checkpoint = run / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    state |= {"best_eval_loss": None, "best_step": None}
+    (checkpoint / "state.json").write_text(json.dumps(state | changed))
+    return checkpoint
+
+
+def test_a_run_that_starts_from_another_ones_checkpoint_has_its_day(
+    tmp_path: Path, fixed_on: Callable[..., str | None]
+) -> None:
+    """By another day its rows, and its recipe, would be others than those of the checkpoint."""
+    dated = dated_tokenizer()
+    other = tmp_path / "other"
+    checkpoint = save_state(other, recipe=to_dict(recipe_with("2026-01-29")))
+    starts = []
+    for path in (other, checkpoint):
+        from_path = Checkpoint(resume_from_checkpoint=str(path))
+        starts.append(replace(recipe_with(), checkpoint=from_path))
+    write_recipe(
+        recipe_with("2026-01-30"), tmp_path / "recipe.yaml"
+    )  # of a start that saved nothing
+    assert fixed_on("2026-01-31", starts[0], dated) == "2026-01-29"
+    (checkpoint / "manifest.json").touch()
+    assert fixed_on("2026-01-31", starts[1], dated) == "2026-01-29"
+    save_state(tmp_path, recipe=to_dict(recipe_with("2026-01-30")))
+    assert fixed_on("2026-01-31", starts[1], dated) == "2026-01-30", "it resumes from its own"
+    elsewhere = Checkpoint(resume_from_checkpoint=str(tmp_path / "nowhere"))  # `find_start` says so
+    (tmp_path / "recipe.yaml").unlink()
+    shutil.rmtree(tmp_path / "checkpoints")
+    nowhere = replace(recipe_with(), checkpoint=elsewhere)
+    assert fixed_on("2026-01-31", nowhere, dated) == "2026-01-31"
+
+
+def test_a_run_keeps_the_day_on_which_it_began(
+    tmp_path: Path, fixed_on: Callable[..., str | None]
+) -> None:
     dated = dated_tokenizer()
     assert fixed_on("2026-01-31", recipe_with(), make_tokenizer()) is None
     paid = replace(recipe_with(), rollout=RolloutKeys(rewards=("some/reward-model",)))
@@ -110,24 +158,14 @@ def test_a_run_keeps_the_day_on_which_it_began(
     write_recipe(recipe_with(), tmp_path / "recipe.yaml")  # its template asked for no date
     assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31", "no step is saved yet"
     (tmp_path / "recipe.yaml").unlink()
-    saved = tmp_path / "checkpoints" / "step-00000001"
-    saved.mkdir(parents=True)
-    counts = ("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best")
-    state = dict.fromkeys(counts, 1) | {"epoch": 0.5, "global_batch_size": 1, "scaler": None}
-    state |= {
-        "best_eval_loss": None,
-        "best_step": None,
-        "recipe": to_dict(recipe_with("2026-01-30")),
-    }
-    (saved / "state.json").write_text(json.dumps(state))
+    save_state(tmp_path, recipe=to_dict(recipe_with("2026-01-30")))
     assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-30", "of a script's session"
     write_recipe(recipe_with("2026-01-31"), tmp_path / "recipe.yaml")
     assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-31"
     (tmp_path / "recipe.yaml").write_text("model_name_or_path: a model\n")
     for template, day in ((None, None), (dated, None), (make_tokenizer(), "2026-02-01")):
         inputs = template and {"chat_template": hash_json(template.chat_template)}
-        state |= {"inputs": inputs or {}, "recipe": to_dict(recipe_with())}
-        (saved / "state.json").write_text(json.dumps(state))
+        save_state(tmp_path, inputs=inputs or {}, recipe=to_dict(recipe_with()))
         # of a version that fixed no day, or of another template, which asked for none
         assert fixed_on("2026-02-01", recipe_with(), dated) == day
     (tmp_path / "recipe.yaml").write_text("- torn")

@@ -108,6 +108,42 @@ def test_a_model_of_ddp_that_is_freed_after_leaving_waits_for_nobody(tmp_path: P
     launch_ranks(tmp_path / "leaves.py", timeout=60).check()
 
 
+LONG_RESULT = """
+from pathlib import Path
+from finetune.config.layout import Sharding
+from finetune.distributed.join import join, leave
+from finetune.distributed.world import RankGroup
+from finetune.errors import AgreedError
+
+def read_peak_bytes():
+    _, after = Path("/proc/self/status").read_text().split("VmHWM:")
+    kib, *_ = after.split()
+    return 1024 * int(kib)
+
+world = join(Sharding(layout="ddp", use_cpu=True))
+ranks = RankGroup(world)
+assert ranks.on_main(lambda: {"answer": [1, None, "\\u00fc"]}) == {"answer": [1, None, "\\u00fc"]}
+text = "x" * (20 << 20) if world.is_main else None
+Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+before = read_peak_bytes()
+assert len(ranks.on_main(lambda: text)) == 20 << 20
+assert read_peak_bytes() - before < 5 * (20 << 20), f"{(read_peak_bytes() - before) / 2**20} MiB"
+try:
+    ranks.on_main(lambda: 1 / 0)
+except ZeroDivisionError:
+    assert world.is_main
+except AgreedError as error:
+    assert not world.is_main and "division by zero" in str(error)
+leave(world)
+"""
+
+
+def test_a_long_result_of_rank_0_takes_its_own_memory_on_the_others(tmp_path: Path) -> None:
+    """Not that of a result from every rank: a rollout of 64 ranks would take gigabytes on each."""
+    (tmp_path / "long.py").write_text(LONG_RESULT)
+    launch_ranks(tmp_path / "long.py", ranks=4, timeout=60).check()
+
+
 def test_a_kernel_that_is_not_deterministic_is_refused_by_name() -> None:
     values, places = torch.zeros(4), torch.tensor([1, 1])
     with use_deterministic_kernels(on=False):

@@ -18,6 +18,7 @@ import pytest
 
 from finetune.cli import main
 from finetune.errors import UserError
+from finetune.export.export import export
 from finetune.export.publish import check_disk_space, exit_on_signals, publish
 from finetune.files.tensors import header_bytes, read_folder
 from tests.ranks import ROOT, environment
@@ -133,6 +134,13 @@ def test_a_place_that_cannot_be_written_is_reported(
     (tmp_path / "file").write_text("")
     assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "file" / "out")]) == 2
     assert "cannot be written: Not a directory; choose another --output" in capsys.readouterr().err
+
+
+def test_a_bucket_is_no_folder_to_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"^s3://bucket/a: a URL; name a folder of this machine"):
+        export(tmp_path, "s3://bucket/a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_link_is_not_replaced(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
