@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ READ_ONLY, READ_ONLY_CHECKPOINTS = "run's folder read-only", "checkpoints read-o
 FAULTS = (FULL, FULL_FOR_A_WHILE, READ_ONLY, READ_ONLY_CHECKPOINTS)
 SAID = "No space left on device|Read-only file system|free"  # what a run ends with then
 FILLER = "filler"
+SECONDS_UNTIL_UNUSED = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Disk:
         # A second mount of the folder over itself: of the first one files are open for writing.
         _mount("--bind", str(path), str(path))
         self._protected = path
-        _mount("-o", "remount,bind,ro", str(path))
+        _make_read_only(path)
         return True
 
     def end(self) -> None:
@@ -87,6 +89,18 @@ def _mount(*arguments: str) -> None:
         subprocess.run(["mount", *arguments], check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
         raise OSError(error.stderr.decode(errors="replace")) from None
+
+
+def _make_read_only(place: Path) -> None:
+    """Makes a mount read-only, at a moment when no file of it is open for writing."""
+    deadline = time.monotonic() + SECONDS_UNTIL_UNUSED
+    while True:
+        try:
+            return _mount("-o", "remount,bind,ro", str(place))
+        except OSError:  # the mount point is busy
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _unmount(place: Path) -> None:
