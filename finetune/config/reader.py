@@ -451,12 +451,13 @@ def _make_adapter_recipes(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
     if not adapters:
         return [(recipe, [])]
     place = f"{recipe.place_of('adapters')}: adapters"
-    names = [str(adapter.get("name", "")) for adapter in adapters]
+    names = [adapter.get("name", "") for adapter in adapters]
     for name in names:
-        if not FOLDER_NAME.fullmatch(name) or names.count(name) > 1:
+        is_text = isinstance(name, str)
+        if not is_text or not FOLDER_NAME.fullmatch(name) or names.count(name) > 1:
             problem = (
-                f"{place}: name: {json.dumps(name)} does not fit; each adapter needs a "
-                "name of its own of letters, digits, - and _, which is that of its folder"
+                f"{place}: name: {_format_value(name)} does not fit; each adapter needs a name of "
+                "its own, a text of letters, digits, - and _, which is that of its folder"
             )
             return [(recipe, [problem])]
     return [

@@ -329,6 +329,10 @@ MISTAKES = {
         "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
         "set drop_vision: false"
     ],
+    "use_peft: true\nadapters: [{name: 1, lora_r: 4}, {name: two}]": [
+        "F:5: adapters: name: 1 does not fit; each adapter needs a name of its own, a text of letters, digits, - and _, "
+        "which is that of its folder"
+    ],
     'run_name: "a\\0b"': [
         "F:4: run_name: holds a NUL character, which no text and no name has; remove it"
     ],
