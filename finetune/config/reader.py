@@ -725,8 +725,10 @@ def _locate_reward(value: str, folder: Path) -> str:
 def _locate_file(value: str, folder: Path) -> str:
     """Returns the path that `value` names; a hub name, a URL or Jinja text as it is.
 
-    Raises `_Unfit` if it is a local path and does not exist, or cannot be read.
+    Raises `_Unfit` if it is empty, or a local path that does not exist or cannot be read.
     """
+    if not value:
+        raise _Unfit("empty text names no file and no folder; name one, or remove the key")
     if any(mark in value for mark in ("\n", "://", "{{", "{%")):
         return value
     try:

@@ -455,7 +455,7 @@ class Data:
         Positive | None, "Threads that tokenize; null: one for each core."
     ] = None
     dataset_cache_dir: Annotated[
-        str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."
+        FileName | None, "Where tokenized rows are kept; null: in the Hugging Face cache."
     ] = None
     dataloader_num_workers: Annotated[
         int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
@@ -767,7 +767,7 @@ class Checkpoint:
         "Write checkpoints in the background, from a copy in host memory; null: on a GPU.",
     ] = None
     resume_from_checkpoint: Annotated[
-        str,
+        FileName,
         ReadAs(True, "auto"),
         (
             "auto: the newest checkpoint of output_dir that verifies; none: start over; or a "

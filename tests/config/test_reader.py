@@ -333,6 +333,15 @@ MISTAKES = {
         "F:5: adapters: name: 1 does not fit; each adapter needs a name of its own, a text of letters, digits, - and _, "
         "which is that of its folder"
     ],
+    "tokenizer_name_or_path: ''": [
+        "F:4: tokenizer_name_or_path: empty text names no file and no folder; name one, or remove the key"
+    ],
+    "eval_datasets: [{path: ''}]": [
+        "F:4: path: empty text names no file and no folder; name one, or remove the key"
+    ],
+    "resume_from_checkpoint: ''": [
+        'F:4: resume_from_checkpoint: "" does not fit; a file\'s name is expected'
+    ],
     'run_name: "a\\0b"': [
         "F:4: run_name: holds a NUL character, which no text and no name has; remove it"
     ],
