@@ -279,6 +279,8 @@ def shipped_folder(name: str) -> Path:
 
 
 RECIPES = shipped_folder("recipes")
+# Keys marked FileOrName that name a file or what ships under a name; a folder may have that name.
+NAMES_OF_FILES = ("chat_template", "accelerate_config")
 # A text with one of these is a local path, not a hub name. The reader reports it if the file is
 # missing.
 LOCAL_STARTS = ("/", "./", "../", "~")
@@ -662,7 +664,7 @@ def _locate_value(value: Any, key: Key, folder: Path) -> Any:
         served_prefixes = SERVED_ENVIRONMENTS if key.name == "environment" else ()
         return _locate_functions(value, folder, served_prefixes)
     if key.is_file_or_name and isinstance(value, str):
-        return _locate_file(value, folder)
+        return _locate_file(value, folder, finds_folders=key.name not in NAMES_OF_FILES)
     return value
 
 
@@ -722,8 +724,10 @@ def _locate_reward(value: str, folder: Path) -> str:
         raise _Unfit(str(error)) from None
 
 
-def _locate_file(value: str, folder: Path) -> str:
+def _locate_file(value: str, folder: Path, finds_folders: bool = True) -> str:
     """Returns the path that `value` names; a hub name, a URL or Jinja text as it is.
+
+    `finds_folders`: whether it may be a folder.
 
     Raises `_Unfit` if it is empty, or a local path that does not exist or cannot be read.
     """
@@ -732,7 +736,7 @@ def _locate_file(value: str, folder: Path) -> str:
     if any(mark in value for mark in ("\n", "://", "{{", "{%")):
         return value
     try:
-        path = _find_path(value, folder)
+        path = _find_path(value, folder, finds_folders)
     except OSError as error:  # for example a parent folder without permission
         raise _Unfit(f"{value}: cannot be read: {error.strerror or error}") from None
     if path is None:
@@ -788,13 +792,16 @@ def _make_validator(key: str, section: str) -> TypeAdapter[Any]:
     return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
 
 
-def _find_path(value: str, folder: Path) -> str | None:
+def _find_path(value: str, folder: Path, finds_folders: bool = True) -> str | None:
     """Finds a file, a folder or the matches of a glob, from the working directory, then `folder`.
 
     Returns the path. If nothing exists, returns `value` if it may be a hub name, else None.
+    `finds_folders`: whether it may be a folder.
     """
     is_glob = any(letter in value for letter in "*?[")
     for candidate in (Path(value).expanduser(), folder / value):
+        if candidate.is_dir() and not finds_folders:
+            continue
         if candidate.exists() or (is_glob and _has_match(candidate)):
             return _resolve_checkpoint(str(candidate))
     if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS):

@@ -122,6 +122,15 @@ def test_a_file_is_looked_for_here_and_beside_the_recipe(
     ]
 
 
+def test_a_folder_takes_the_place_of_no_template_and_no_accelerate_file(tmp_path: Path) -> None:
+    for name in ("alpaca", "ddp"):
+        (tmp_path / name).mkdir()
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(GOOD + "chat_template: alpaca\naccelerate_config: ddp\n")
+    read = read_recipe(str(recipe))
+    assert (read.data.chat_template, read.run.accelerate_config) == ("alpaca", "ddp")
+
+
 MISTAKES = {
     # text after GOOD (three lines), or the whole where it starts with "!" -> what is said
     "learning_rat: 1": ["F:4: learning_rat: no such key; did you mean learning_rate?"],
