@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
@@ -47,6 +46,7 @@ from finetune.config.yaml_file import (
     find_yaml,
     read_entries,
     read_value,
+    write_yaml,
 )
 from finetune.constants import Names
 from finetune.errors import UserError, name_page
@@ -555,7 +555,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Writes a recipe file that reads back as the same recipe."""
-    replace_file(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
+    replace_file(path, write_yaml(to_dict(recipe)))
 
 
 def _check_entries(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
