@@ -686,7 +686,8 @@ def _describe_method(fit: Fit) -> Iterator[str]:
             "# tools: [my_tools.py:multiply]  # functions that the model may call before it answers"
         )
         yield "# environment: my_game.py:Game  # a world with a state, whose methods are tools"
-        yield _line("num_generations", 8, "completions of each prompt, which are compared")
+        if "num_generations" not in METHODS[fit.keys["method"]].defaults:  # else as the plan has it
+            yield _line("num_generations", 8, "completions of each prompt, which are compared")
         yield _line(
             "max_completion_length",
             fit.keys["max_completion_length"],
