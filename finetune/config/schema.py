@@ -713,7 +713,7 @@ class Run:
         "eval_strategy: epoch.",
     ] = None
     timeout_seconds: Annotated[
-        float, Gt(0), "How long a rank waits for the others before the run is ended."
+        float, Gt(0), Le(1e9), "How long a rank waits for the others before the run is ended."
     ] = 1800.0
     profile_steps: Annotated[
         tuple[Positive, Positive] | None,

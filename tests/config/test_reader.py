@@ -351,6 +351,9 @@ MISTAKES = {
     "resume_from_checkpoint: ''": [
         'F:4: resume_from_checkpoint: "" does not fit; a file\'s name is expected'
     ],
+    "timeout_seconds: 1e10": [
+        "F:4: timeout_seconds: 10000000000.0 does not fit; a number of at most 1e+09 is expected"
+    ],
     'run_name: "a\\0b"': [
         "F:4: run_name: holds a NUL character, which no text and no name has; remove it"
     ],
