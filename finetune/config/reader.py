@@ -66,29 +66,44 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     ...     ["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing", "--use-peft"]
     ... )
     ['max_steps=3', 'learning_rate=1e-5', 'seed=7', 'packing=true', 'use_peft=true']
+    >>> read_overrides(["--use_peft", "learning_rate=1e-4", "--packing", "no"])
+    ['use_peft=true', 'learning_rate=1e-4', 'packing=no']
     """
     overrides: list[str] = []
     pending_key = None  # of a `--key`, whose value may be the next argument
     for argument in arguments:
-        if argument.startswith("--"):
-            if pending_key:
-                overrides.append(f"{pending_key}=true")
-            name, equals, value = argument.removeprefix("--").partition("=")
-            key = name.replace("-", "_")
-            _refuse_misspelled_option(name, key, options)
-            if equals:
-                overrides.append(f"{key}={value}")
-                pending_key = None
-            else:
-                pending_key = key
-        elif pending_key:
+        if pending_key and may_be_value(argument, pending_key):
             overrides.append(f"{pending_key}={argument}")
             pending_key = None
-        else:
+            continue
+        if pending_key:
+            overrides.append(f"{pending_key}=true")
+            pending_key = None
+        if not argument.startswith("--"):
             overrides.append(argument)
+            continue
+        name, equals, value = argument.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        _refuse_misspelled_option(name, key, options)
+        if equals:
+            overrides.append(f"{key}={value}")
+        else:
+            pending_key = key
     if pending_key:
         overrides.append(f"{pending_key}=true")
     return overrides
+
+
+def may_be_value(word: str, key: str) -> bool:
+    """Whether the argument after `--key` may be the key's value, and not an argument of its own.
+
+    Of a key that is true or false only the words for these are values.
+    """
+    if word.startswith("--"):
+        return False
+    known = recipe_keys().get(key)
+    is_switch = known is not None and isinstance(known.default, bool)
+    return not is_switch or word.lower() in YES | NO
 
 
 def read_override(text: str, place: str) -> tuple[Entry | None, list[str]]:
