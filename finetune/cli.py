@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from finetune import __version__
 from finetune.config.export_formats import EXPORT_FORMATS, list_keys
 from finetune.config.methods import METHODS
-from finetune.config.reader import add_hints, read_overrides
+from finetune.config.reader import add_hints, may_be_value, read_overrides
 from finetune.convert import hints
 from finetune.errors import (
     EXIT_PREEMPTED,
@@ -120,9 +120,10 @@ def _take_file(rest: list[str]) -> str | None:
     no such word. A word with "=" is a file if that file exists.
     """
     for i, word in enumerate(rest):
-        is_option = word.startswith("--")
-        is_value = i > 0 and rest[i - 1].startswith("--") and "=" not in rest[i - 1]
-        if is_option or is_value:
+        before = rest[i - 1] if i else ""
+        key = before.removeprefix("--").replace("-", "_")
+        is_value = before.startswith("--") and "=" not in before and may_be_value(word, key)
+        if word.startswith("--") or is_value:
             continue
         # os.path: a long value raises in Path.exists, being no file name
         is_override = "=" in word and not os.path.exists(word)  # noqa: PTH110

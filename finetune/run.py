@@ -212,10 +212,10 @@ def launch_script(
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or _count_default_ranks()
-    config = options.config or recipe.run.accelerate_config
+    config = recipe.run.accelerate_config if options.config is None else options.config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
     file = None
-    if config:
+    if config is not None:
         file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config")
     if file is not None and options.num_processes is None:
         _report_unread_ranks(file, ranks)

@@ -113,6 +113,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(
             ["--recipe", "quickstar"],
             "quickstar: no such recipe; did you mean quickstart? give a path, or one of: ",
         ),
+        (["--config", ""], "the name of an Accelerate config is empty; give a path, or a name of "),
         (["--config", "fsdp_ful"], "fsdp_ful: no such Accelerate config; did you mean "),
         (["--recipie", "mine"], "command line: --recipie: no such option; did you mean --recipe?"),
         (["--dryrun"], "command line: --dryrun: no such option; did you mean --dry-run?"),

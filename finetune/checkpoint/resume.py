@@ -485,7 +485,8 @@ def compare_to_saved(
         (changes that make this another run, harmless changes), as sentences. A change of held-out
         data is harmless unless the held-out loss chooses a checkpoint or ends the run.
     """
-    deciding, other = compare_recipes(state["recipe"], to_dict(recipe))
+    folder = Path(recipe.path).resolve().parent
+    deciding, other = compare_recipes(state["recipe"], to_dict(recipe), folder)
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
     changed_inputs = find_changed_inputs(inputs_then, inputs, deciding + other)
     held_out = [change for change in other if _find_key(change) == "eval_datasets"]
@@ -504,10 +505,14 @@ def compare_to_saved(
     return deciding, harmless + held_out
 
 
-def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def compare_recipes(
+    then: dict[str, Any], now: dict[str, Any], folder: Path
+) -> tuple[list[str], list[str]]:
     """Lists the differences between two recipes with every key filled in, as `key: then -> now`.
 
-    A key that `then` lacks did not exist when it was written, and counts as the key's default.
+    A key that `then` lacks did not exist when it was written, and counts as the key's default. A
+    path from `folder`, the recipe's, is no difference from the same path in full: which of the two
+    a recipe holds depends on the working directory.
 
     Returns:
         (changes that make this another run, other changes); the schema marks the keys.
@@ -519,11 +524,26 @@ def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
         before = dict(leaves(value_then, name))
         after = dict(leaves(now[name], name))
         changes = deciding if key.same_on_resume else other
+        names_files = key.is_file_or_name or key.is_python_name or name in NESTED
+        start = folder if names_files else None
         for leaf in before | after:
-            if before.get(leaf) != after.get(leaf):
+            if _complete(before.get(leaf), start) != _complete(after.get(leaf), start):
                 values = f"{_shorten(before.get(leaf))} -> {_shorten(after.get(leaf))}"
                 changes.append(f"{leaf}: {values}")
     return deciding, other
+
+
+def _complete(value: Any, folder: Path | None) -> Any:
+    """Puts `folder` before the relative paths in a value; None leaves it as it is.
+
+    >>> _complete(["r.py:f", "/other/r.py:f"], Path("/exp"))
+    ['/exp/r.py:f', '/other/r.py:f']
+    """
+    if isinstance(value, list):
+        return [_complete(item, folder) for item in value]
+    if folder is None or not isinstance(value, str):
+        return value
+    return str(folder / value)
 
 
 def _accept(

@@ -451,24 +451,23 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         UserError: The variables ask for something that is not supported.
     """
     source = "the launcher's settings"
-
-    def uses(feature: str) -> bool:
-        return environ.get(f"ACCELERATE_USE_{feature}", "false").lower() == "true"
-
-    problems = [f"{source}: {OTHER_TYPES[name]}" for name in OTHER_TYPES if uses(name)]
+    problems = [f"{source}: {OTHER_TYPES[name]}" for name in OTHER_TYPES if _uses(name, environ)]
     if problems:
         raise UserError.of(problems)
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    use_cpu = uses("CPU")
+    use_cpu = _uses("CPU", environ)
     mesh = {}
-    if uses("PARALLELISM_CONFIG"):
+    if _uses("PARALLELISM_CONFIG", environ):
         mesh = _read_variables(MESH_KEYS, environ)
-    if uses("DEEPSPEED"):
+    if _uses("DEEPSPEED", environ):
         section = _read_variables(VARIABLES, environ)
         fp8 = _read_fp8_environment(environ)
         settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=fp8)
-        return _add_translation(settings, translate_deepspeed(section, source, precision))
-    if not uses("FSDP"):
+        # the launcher says no where its file has no mixed_precision too, and lists what it has
+        in_file = "mixed_precision" in environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+        given = precision if in_file or precision != "no" else None
+        return _add_translation(settings, translate_deepspeed(section, source, given))
+    if not _uses("FSDP", environ):
         has_sizes = any(str(size) != "1" for size in mesh.values())
         if has_sizes:  # see `Settings.has_sizes_alone`
             return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh)
@@ -483,6 +482,12 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         fsdp.pop(key, None)
     fp8 = _read_fp8_environment(environ)
     return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=fp8)
+
+
+def _uses(feature: str, environ: Mapping[str, str]) -> bool:
+    """Whether the launcher, or a person, has turned on ACCELERATE_USE_<feature>."""
+    value = environ.get(f"ACCELERATE_USE_{feature}", "false")
+    return value.lower() in ("true", "1", "yes", "y", "on", "t")  # as Accelerate reads it
 
 
 def _read_variables(names: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -528,8 +533,9 @@ def read_sharding(
     """Reads the layout of this run from the first source that gives one.
 
     The sources in order: `config`, the launcher's settings in `environ`, `accelerate_config`, and
-    the number of processes (several are DDP, one is single). Whether the layout works on the
-    launched ranks is checked later, by the rules of `config.compatibility`.
+    the number of processes (several are DDP, one is single). ACCELERATE_USE_CPU in `environ` adds
+    the CPU to any of them. Whether the layout works on the launched ranks is checked later, by the
+    rules of `config.compatibility`.
 
     Args:
         config: --config of the command: a path or a shipped file's name.
@@ -548,14 +554,14 @@ def read_sharding(
                 # The variables give no layout, so the file's stands in: only the mesh can differ.
                 launched = replace(settings, mesh=launched.mesh, source=launched.source, places={})
             _refuse_disagreement(sharding, _interpret(launched))
-        return sharding
-    if launched is not None:
-        settings = launched
+    elif launched is not None:
+        sharding = _interpret(launched)
     elif accelerate_config is not None:
         settings = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
+        sharding = _interpret(settings)
     else:
-        settings = _read_plain_launch(environ)
-    return _interpret(settings)
+        sharding = _interpret(_read_plain_launch(environ))
+    return replace(sharding, use_cpu=sharding.use_cpu or _uses("CPU", environ))
 
 
 def _read_plain_launch(environ: Mapping[str, str]) -> Settings:

@@ -396,17 +396,31 @@ RULES: tuple[Rule, ...] = (
         _refuse_with_other_rows, dict.fromkeys(key for facts in ROWS.values() for key in facts.keys)
     ),
     recipe_rule(
+        "steps that nothing ends",
+        "step_separator",
+        "method",
+        when=lambda c: c.method_facts.rows == "steps" and not c["step_separator"],
+        message="step_separator: empty text has no token at which a step could be scored",
+        advice="name one, or remove it",
+    ),
+    recipe_rule(
         "a weight for each class",
         "class_weights",
         "labels",
-        when=lambda c: (
-            c["class_weights"]
-            and (len(c["class_weights"]) != len(c["labels"]) or min(c["class_weights"]) < 0)
-        ),
+        when=lambda c: c["class_weights"] and len(c["class_weights"]) != len(c["labels"]),
         message=lambda c: (
             f"class_weights: {len(c['class_weights'])} numbers for {len(c['labels'])} labels"
         ),
-        advice="give each label one, from 0 on",
+        advice="give each label one",
+    ),
+    recipe_rule(
+        "weights of classes that weigh nothing",
+        "class_weights",
+        when=lambda c: (
+            c["class_weights"] and (min(c["class_weights"]) < 0 or max(c["class_weights"]) == 0)
+        ),
+        message=lambda c: f"class_weights: {list(c['class_weights'])}",
+        advice="give numbers from 0 on, not all of them 0",
     ),
     recipe_rule(
         "more labels than a row can have",
@@ -583,6 +597,12 @@ RULES: tuple[Rule, ...] = (
             "to be above 1"
         ),
         advice="set epsilon_high: 5",
+    ),
+    no_effect(
+        "epsilon",
+        "with loss_type: {loss_type}, which reads epsilon_high alone",
+        lambda c: samples(c) and _has_bound(c, "weight"),
+        "loss_type",
     ),
     recipe_rule(
         "scale_rewards without groups",

@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.config.compatibility import find_recipe_problems
@@ -47,6 +46,7 @@ from finetune.config.yaml_file import (
     find_yaml,
     read_entries,
     read_value,
+    write_yaml,
 )
 from finetune.constants import Names
 from finetune.errors import UserError, name_page
@@ -67,29 +67,44 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     ...     ["max_steps=3", "--learning_rate", "1e-5", "--seed=7", "--packing", "--use-peft"]
     ... )
     ['max_steps=3', 'learning_rate=1e-5', 'seed=7', 'packing=true', 'use_peft=true']
+    >>> read_overrides(["--use_peft", "learning_rate=1e-4", "--packing", "no"])
+    ['use_peft=true', 'learning_rate=1e-4', 'packing=no']
     """
     overrides: list[str] = []
     pending_key = None  # of a `--key`, whose value may be the next argument
     for argument in arguments:
-        if argument.startswith("--"):
-            if pending_key:
-                overrides.append(f"{pending_key}=true")
-            name, equals, value = argument.removeprefix("--").partition("=")
-            key = name.replace("-", "_")
-            _refuse_misspelled_option(name, key, options)
-            if equals:
-                overrides.append(f"{key}={value}")
-                pending_key = None
-            else:
-                pending_key = key
-        elif pending_key:
+        if pending_key and may_be_value(argument, pending_key):
             overrides.append(f"{pending_key}={argument}")
             pending_key = None
-        else:
+            continue
+        if pending_key:
+            overrides.append(f"{pending_key}=true")
+            pending_key = None
+        if not argument.startswith("--"):
             overrides.append(argument)
+            continue
+        name, equals, value = argument.removeprefix("--").partition("=")
+        key = name.replace("-", "_")
+        _refuse_misspelled_option(name, key, options)
+        if equals:
+            overrides.append(f"{key}={value}")
+        else:
+            pending_key = key
     if pending_key:
         overrides.append(f"{pending_key}=true")
     return overrides
+
+
+def may_be_value(word: str, key: str) -> bool:
+    """Whether the argument after `--key` may be the key's value, and not an argument of its own.
+
+    Of a key that is true or false only the words for these are values.
+    """
+    if word.startswith("--"):
+        return False
+    known = recipe_keys().get(key)
+    is_switch = known is not None and isinstance(known.default, bool)
+    return not is_switch or word.lower() in YES | NO
 
 
 def read_override(text: str, place: str) -> tuple[Entry | None, list[str]]:
@@ -280,6 +295,8 @@ def shipped_folder(name: str) -> Path:
 
 
 RECIPES = shipped_folder("recipes")
+# Keys marked FileOrName that name a file or what ships under a name; a folder may have that name.
+NAMES_OF_FILES = ("chat_template", "accelerate_config")
 # A text with one of these is a local path, not a hub name. The reader reports it if the file is
 # missing.
 LOCAL_STARTS = ("/", "./", "../", "~")
@@ -452,12 +469,13 @@ def _make_adapter_recipes(recipe: Recipe) -> list[tuple[Recipe, list[str]]]:
     if not adapters:
         return [(recipe, [])]
     place = f"{recipe.place_of('adapters')}: adapters"
-    names = [str(adapter.get("name", "")) for adapter in adapters]
+    names = [adapter.get("name", "") for adapter in adapters]
     for name in names:
-        if not FOLDER_NAME.fullmatch(name) or names.count(name) > 1:
+        is_text = isinstance(name, str)
+        if not is_text or not FOLDER_NAME.fullmatch(name) or names.count(name) > 1:
             problem = (
-                f"{place}: name: {json.dumps(name)} does not fit; each adapter needs a "
-                "name of its own of letters, digits, - and _, which is that of its folder"
+                f"{place}: name: {_format_value(name)} does not fit; each adapter needs a name of "
+                "its own, a text of letters, digits, - and _, which is that of its folder"
             )
             return [(recipe, [problem])]
     return [
@@ -553,7 +571,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Writes a recipe file that reads back as the same recipe."""
-    replace_file(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
+    replace_file(path, write_yaml(to_dict(recipe)))
 
 
 def _check_entries(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
@@ -663,7 +681,7 @@ def _locate_value(value: Any, key: Key, folder: Path) -> Any:
         served_prefixes = SERVED_ENVIRONMENTS if key.name == "environment" else ()
         return _locate_functions(value, folder, served_prefixes)
     if key.is_file_or_name and isinstance(value, str):
-        return _locate_file(value, folder)
+        return _locate_file(value, folder, finds_folders=key.name not in NAMES_OF_FILES)
     if key.is_local_folder:
         try:
             return read_folder_path(value)
@@ -728,15 +746,19 @@ def _locate_reward(value: str, folder: Path) -> str:
         raise _Unfit(str(error)) from None
 
 
-def _locate_file(value: str, folder: Path) -> str:
+def _locate_file(value: str, folder: Path, finds_folders: bool = True) -> str:
     """Returns the path that `value` names; a hub name, a URL or Jinja text as it is.
 
-    Raises `_Unfit` if it is a local path and does not exist, or cannot be read.
+    `finds_folders`: whether it may be a folder.
+
+    Raises `_Unfit` if it is empty, or a local path that does not exist or cannot be read.
     """
+    if not value:
+        raise _Unfit("empty text names no file and no folder; name one, or remove the key")
     if any(mark in value for mark in ("\n", "://", "{{", "{%")):
         return value
     try:
-        path = _find_path(value, folder)
+        path = _find_path(value, folder, finds_folders)
     except OSError as error:  # for example a parent folder without permission
         raise _Unfit(f"{value}: cannot be read: {error.strerror or error}") from None
     if path is None:
@@ -792,13 +814,16 @@ def _make_validator(key: str, section: str) -> TypeAdapter[Any]:
     return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
 
 
-def _find_path(value: str, folder: Path) -> str | None:
+def _find_path(value: str, folder: Path, finds_folders: bool = True) -> str | None:
     """Finds a file, a folder or the matches of a glob, from the working directory, then `folder`.
 
     Returns the path. If nothing exists, returns `value` if it may be a hub name, else None.
+    `finds_folders`: whether it may be a folder.
     """
     is_glob = any(letter in value for letter in "*?[")
     for candidate in (Path(expand_home(value)), folder / value):
+        if candidate.is_dir() and not finds_folders:
+            continue
         if candidate.exists() or (is_glob and _has_match(candidate)):
             return _resolve_checkpoint(str(candidate))
     if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS):

@@ -67,6 +67,13 @@ def _evaluates(case: Case) -> bool:
     return run.eval_strategy == "epoch" or run.eval_steps is not None
 
 
+def _saves_before_end(case: Case) -> bool:
+    """Whether the run saves checkpoints between its start and its end."""
+    checkpoint = case.recipe.checkpoint
+    is_periodic = checkpoint.save_strategy == "epoch" or checkpoint.save_steps is not None
+    return is_periodic or checkpoint.keep_best_checkpoint
+
+
 def _has_held_out_rows(case: Case) -> bool:
     return bool(case["eval_datasets"]) or case["eval_split_size"] is not None
 
@@ -416,6 +423,13 @@ RULES: tuple[Rule, ...] = (
         advice="set eval_datasets",
     ),
     recipe_rule(
+        "a part of a row held out",
+        "eval_split_size",
+        when=lambda c: (c["eval_split_size"] or 0) > 1 and c["eval_split_size"] % 1,
+        message="eval_split_size: {eval_split_size:g}: from 1 on it is a number of rows",
+        advice="write a whole number, or a share below 1",
+    ),
+    recipe_rule(
         "held out twice",
         "eval_split_size",
         "eval_datasets",
@@ -455,6 +469,32 @@ RULES: tuple[Rule, ...] = (
     _require_evaluation("keep_best_checkpoint"),
     _require_steps_strategy("eval_strategy", "eval_steps"),
     _require_steps_strategy("save_strategy", "save_steps"),
+    no_effect(
+        "keep_every_steps",
+        "without save_steps",
+        lambda c: not _saves_before_end(c),
+        "save_steps",
+        "save_strategy",
+        "keep_best_checkpoint",
+    ),
+    no_effect(
+        "max_skipped_steps",
+        "without on_nonfinite: skip",
+        is_set("on_nonfinite", "stop"),
+        "on_nonfinite",
+    ),
+    recipe_rule(
+        "a profile after the end",
+        "profile_steps",
+        "max_steps",
+        # 1e99: the run's length is not known
+        when=lambda c: (c["profile_steps"] or (0,))[0] > (c.steps or c["max_steps"] or 1e99),
+        message=lambda c: (
+            f"profile_steps: {list(c['profile_steps'])}: the run ends after "
+            f"{c.steps or c['max_steps']} steps, before the profile begins"
+        ),
+        is_note=True,
+    ),
     recipe_rule(
         "profile_steps backwards",
         "profile_steps",

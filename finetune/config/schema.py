@@ -457,7 +457,9 @@ class Data:
         Positive | None, "Threads that tokenize; null: one for each core."
     ] = None
     dataset_cache_dir: Annotated[
-        str | None, LocalFolder, "Where tokenized rows are kept; null: in the Hugging Face cache."
+        FileName | None,
+        LocalFolder,
+        "Where tokenized rows are kept; null: in the Hugging Face cache.",
     ] = None
     dataloader_num_workers: Annotated[
         int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
@@ -717,7 +719,7 @@ class Run:
         "eval_strategy: epoch.",
     ] = None
     timeout_seconds: Annotated[
-        float, Gt(0), "How long a rank waits for the others before the run is ended."
+        float, Gt(0), Le(1e9), "How long a rank waits for the others before the run is ended."
     ] = 1800.0
     profile_steps: Annotated[
         tuple[Positive, Positive] | None,
@@ -771,7 +773,7 @@ class Checkpoint:
         "Write checkpoints in the background, from a copy in host memory; null: on a GPU.",
     ] = None
     resume_from_checkpoint: Annotated[
-        str,
+        FileName,
         ReadAs(True, "auto"),
         LocalFolder,
         (

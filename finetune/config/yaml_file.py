@@ -1,4 +1,7 @@
-"""Reads YAML strictly: keys have their lines and stand once, and numbers are those of YAML 1.2."""
+"""Reads YAML strictly: keys have their lines and stand once, and numbers are those of YAML 1.2.
+
+What `write_yaml` writes reads back as the same, here and by YAML 1.1.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -100,8 +103,20 @@ for _first_character, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.item
     _Nodes.yaml_implicit_resolvers[_first_character] = [
         (tag, pattern) for tag, pattern in _resolvers if tag not in _DROPPED_TAGS
     ]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes that would be read as a number, by YAML 1.1 or by 1.2."""
+
+
 for _tag, _pattern in _NUMBERS.items():
-    _Nodes.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
+    for _class in (_Nodes, _Dumper):
+        _class.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
+
+
+def write_yaml(value: Any, **options: Any) -> str:
+    """Returns `value` as YAML, keys in their order. `options`: those of `yaml.dump`."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options))
 
 
 def read_entries(

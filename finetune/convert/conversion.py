@@ -10,15 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-import yaml
-
 from finetune.config.facts import has_fused_experts
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS
 from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
-from finetune.config.yaml_file import COMMAND_LINE, find_yaml
+from finetune.config.yaml_file import COMMAND_LINE, find_yaml, write_yaml
 from finetune.convert.as_read import read_as_tool
 from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
 from finetune.convert.axolotl import FAMILIES_ROUTED_OTHERWISE, report_mlp_kernel
@@ -187,7 +185,7 @@ def is_ours(settings: ToolFile, source: Path) -> bool:
 def as_text(source: Path, conversion: Conversion) -> str:
     """Returns the text of the recipe file; what differs is in comments at its end."""
     text = f"# From {_name_source(source)} ({conversion.tool}) by finetune convert.\n"
-    text += yaml.safe_dump(conversion.recipe, sort_keys=False, allow_unicode=True)
+    text += write_yaml(conversion.recipe)
     sections = {
         "To do": conversion.to_do,
         "Different here": conversion.differences,

@@ -11,13 +11,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, Literal
 
-import yaml
-
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts, RowKind
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import RENDERINGS, Data, DatasetSource
+from finetune.config.yaml_file import write_yaml
 from finetune.constants import Names, round_up
 from finetune.data.classes import LABEL
 from finetune.data.formats import (
@@ -687,7 +686,8 @@ def _describe_method(fit: Fit) -> Iterator[str]:
             "# tools: [my_tools.py:multiply]  # functions that the model may call before it answers"
         )
         yield "# environment: my_game.py:Game  # a world with a state, whose methods are tools"
-        yield _line("num_generations", 8, "completions of each prompt, which are compared")
+        if "num_generations" not in METHODS[fit.keys["method"]].defaults:  # else as the plan has it
+            yield _line("num_generations", 8, "completions of each prompt, which are compared")
         yield _line(
             "max_completion_length",
             fit.keys["max_completion_length"],
@@ -766,7 +766,7 @@ def _line(key: str, value: Any, comment: str = "") -> str:
         written = f"{value:g}".replace("e-0", "e-")
     else:
         flow = True if isinstance(value, list) else None
-        written = yaml.safe_dump(value, width=10**6, allow_unicode=True, default_flow_style=flow)
+        written = write_yaml(value, width=10**6, default_flow_style=flow)
     # PyYAML ends a bare value with a line of "..."
     text = f"{key}: {written.removesuffix(chr(10)).removesuffix('...').strip()}"
     return f"{text.ljust(COMMENT_COLUMN - 1)} # {comment}" if comment else text

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint.resume import find_changed_inputs
+from finetune.checkpoint.resume import compare_recipes, find_changed_inputs
+from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import DatasetSource
 from finetune.data.sources import SAMPLE_BYTES, fingerprint_samples
 from tests.ranks import run_python
@@ -59,3 +60,26 @@ def test_only_the_key_that_names_an_input_explains_its_change() -> None:
     assert not find_changed_inputs(then, now, ["environment: null -> my_game.py:Game"])
     (sentence,) = find_changed_inputs(then, now, ["environment_processes: 1 -> 2"])
     assert sentence.startswith("environment: the same classes are named")
+
+
+def test_the_same_files_are_the_same_from_any_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recipe holds a path as it is written if the file is found from there, else from the recipe's folder."""
+    folder = tmp_path / "exp"
+    folder.mkdir()
+    (folder / "rows.jsonl").touch()
+    (folder / "rewards.py").touch()
+    (folder / "model").mkdir()
+    (folder / "r.yaml").write_text(
+        "model_name_or_path: model\ndatasets: [{path: rows.jsonl}]\nmethod: grpo\n"
+        "rewards: [rewards.py:right]\nmax_completion_length: 16\n"
+    )
+    monkeypatch.chdir(folder)
+    within = read_recipe("r.yaml")
+    monkeypatch.chdir(tmp_path)
+    beside = read_recipe("exp/r.yaml", ["seed=3"])
+    assert within.data.datasets[0].path != beside.data.datasets[0].path
+    for then, now in ((within, beside), (beside, within)):
+        changes, other = compare_recipes(to_dict(then), to_dict(now), folder)
+        assert (len(changes), other) == (1, []) and changes[0].startswith("seed: ")

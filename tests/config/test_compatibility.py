@@ -710,6 +710,30 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
             ]
         ),
+        *(
+            (overrides, None, None, said, False)
+            for overrides, said in [
+                (["keep_every_steps=5"], "keep_every_steps has no effect without save_steps"),
+                (["max_skipped_steps=5"], "max_skipped_steps has no effect without on_nonfinite"),
+                (["eval_split_size=1.5"], "eval_split_size: 1.5: from 1 on it is a number of rows"),
+                (
+                    [*GRPO, "loss_type=cispo", "epsilon_high=5", "epsilon=0.3"],
+                    "epsilon has no effect with loss_type: cispo, which reads epsilon_high alone",
+                ),
+                (["method=process_reward", "step_separator=''"], "step_separator: empty text"),
+                (
+                    ["method=classify", "labels=[a, b]", "class_weights=[1, -1]"],
+                    "class_weights: [1.0, -1.0]; give numbers from 0 on, not all of them 0",
+                ),
+            ]
+        ),
+        (
+            ["max_steps=2", "profile_steps=[5, 9]"],
+            None,
+            None,
+            "profile_steps: [5, 9]: the run ends after 2 steps, before the profile begins",
+            True,
+        ),
         (
             [*GRPO, "loss_type=dr_grpo"],
             None,

@@ -159,6 +159,15 @@ def test_a_file_is_looked_for_here_and_beside_the_recipe(
     ]
 
 
+def test_a_folder_takes_the_place_of_no_template_and_no_accelerate_file(tmp_path: Path) -> None:
+    for name in ("alpaca", "ddp"):
+        (tmp_path / name).mkdir()
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(GOOD + "chat_template: alpaca\naccelerate_config: ddp\n")
+    read = read_recipe(str(recipe))
+    assert (read.data.chat_template, read.run.accelerate_config) == ("alpaca", "ddp")
+
+
 MISTAKES = {
     # text after GOOD (three lines), or the whole where it starts with "!" -> what is said
     "learning_rat: 1": ["F:4: learning_rat: no such key; did you mean learning_rate?"],
@@ -365,6 +374,22 @@ MISTAKES = {
     "drop_vision: true\nuse_peft: true": [
         "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
         "set drop_vision: false"
+    ],
+    "use_peft: true\nadapters: [{name: 1, lora_r: 4}, {name: two}]": [
+        "F:5: adapters: name: 1 does not fit; each adapter needs a name of its own, a text of letters, digits, - and _, "
+        "which is that of its folder"
+    ],
+    "tokenizer_name_or_path: ''": [
+        "F:4: tokenizer_name_or_path: empty text names no file and no folder; name one, or remove the key"
+    ],
+    "eval_datasets: [{path: ''}]": [
+        "F:4: path: empty text names no file and no folder; name one, or remove the key"
+    ],
+    "resume_from_checkpoint: ''": [
+        'F:4: resume_from_checkpoint: "" does not fit; a file\'s name is expected'
+    ],
+    "timeout_seconds: 1e10": [
+        "F:4: timeout_seconds: 10000000000.0 does not fit; a number of at most 1e+09 is expected"
     ],
     'run_name: "a\\0b"': [
         "F:4: run_name: holds a NUL character, which no text and no name has; remove it"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune.config import yaml_file
@@ -96,3 +96,16 @@ def test_files_are_read_alike(folder: str, shared: Path) -> None:
         text = path.read_text()
         by_c = compose(text, yaml_file._FastForeignLoader)
         assert by_c == compose(text, yaml_file._ForeignLoader), path
+
+
+@given(st.text(alphabet="0123456789+-.eExX_:infaN~y ", max_size=8))
+@example("1e5")
+@example("123e456")
+@example("010")
+def test_text_that_looks_like_a_number_reads_back_as_text(text: str) -> None:
+    """By YAML 1.2, as this package reads it, and by YAML 1.1, as PyYAML does."""
+    written = yaml_file.write_yaml({"a": text, "b": [text, {text: 1}]}, default_flow_style=True)
+    expected = {"a": text, "b": [text, {text: 1}]}
+    assert yaml.safe_load(written) == expected
+    entry, problems = yaml_file.read_value(written, "key", "here")
+    assert (entry.value, problems) == (expected, [])

@@ -229,6 +229,8 @@ def test_a_file_is_shown_without_a_recipe(
     model = str(tiny_llama())
     assert main(["inspect", "--model", model, "a.jsonl", "max_length=60"]) == 0
     assert "<|user|>" in capsys.readouterr().out
+    assert main(["inspect", "--model", model, "--packing", "a.jsonl"]) == 0, "no value of a switch"
+    assert "<|user|>" in capsys.readouterr().out
     assert main(["inspect", "recipe.yaml"]) == EXIT_USER_ERROR
     assert (
         capsys.readouterr().err

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config import load_config_from_file
+from accelerate.utils import str_to_bool
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
@@ -281,6 +282,15 @@ def test_a_cpu_is_used_where_the_file_says_so(tmp_path: Path, value: str, uses_c
     assert read_sharding(str(file), None, {"WORLD_SIZE": "2"}).use_cpu is uses_cpu
     file.write_text("distributed_type: MULTI_GPU\nuse_cpu: never\n")
     assert refusal(str(file)).endswith(".yaml:2: use_cpu: never does not fit; true or false")
+
+
+def test_the_variable_for_the_cpu_is_read_beside_every_layout() -> None:
+    """As Accelerate's own state reads it, which would be on the GPU without it."""
+    sources = [(None, None), (None, "fsdp_full_shard"), ("fsdp_full_shard", None)]
+    for value in ("true", "True", "1", "false", "False", "0"):
+        environ = {"WORLD_SIZE": "2", "ACCELERATE_USE_CPU": value}
+        read = [read_sharding(*source, environ).use_cpu for source in sources]
+        assert read == [bool(str_to_bool(value))] * 3, value
 
 
 def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None:

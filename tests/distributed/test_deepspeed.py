@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
@@ -167,6 +169,33 @@ def test_the_launchers_environment() -> None:
         True,
     )
     assert sharding.asked == (("gradient_accumulation_steps", 2.0),)
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"), [({}, "bf16"), ({"mixed_precision": "bf16"}, "bf16"), ({"mixed_precision": "no"}, None)]
+)  # fmt: skip
+def test_a_launcher_leaves_the_precision_to_the_json_file_as_its_own_file_does(
+    file: dict[str, Any], expected: str | None, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate's launcher exports mixed_precision: no where its file has no such key too."""
+    path = write(
+        engine={**AUTO, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, file=file
+    )
+    monkeypatch.chdir(Path(path).parent)
+    arguments = launch_command_parser().parse_args(
+        ["--config_file", path, "--num_processes", "2", "run.py"]
+    )
+    arguments, defaults, is_in_file = _validate_launch_command(arguments)
+    # as `launch_command` does before it starts DeepSpeed's launcher
+    fields = [*defaults.deepspeed_config, *(["mixed_precision"] if is_in_file else [])]
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    _, environ = prepare_deepspeed_cmd_env(arguments)
+    for source, given in ((path, {"WORLD_SIZE": "2"}), (None, environ)):
+        if expected is None:
+            with pytest.raises(UserError, match="bf16: on here, but mixed_precision is no"):
+                read_sharding(source, None, given)
+        else:
+            assert read_sharding(source, None, given).mixed_precision == expected
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,28 @@ def test_every_method_has_a_first_recipe(
     assert all(word in (tmp_path / "r.yaml").read_text() for word in words.split("|"))
 
 
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
+def test_what_it_says_of_memory_is_the_plan_of_what_it_writes(
+    method: str,
+    llama: Path,
+    tmp_path: Path,
+    init: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of ppo too, which samples one completion of a prompt where other methods sample eight."""
+    data = write_rows(tmp_path / "rows.jsonl", *[{"question": "what " * 900, "answer": "b"}] * 24)
+    machine = ("--gpus", 1, "--gpu-memory", "80GiB")
+    printed = init(
+        *("--model", llama, "--data", data, *machine, "--train", "lora"),
+        *("--method", method, "--rewards", "length"),
+    )
+    recipe = str(tmp_path / "r.yaml")
+    main(["plan", "--recipe", recipe, "--num-processes", "1", "--gpu-memory", "80GiB"])
+    device_memory = r"[\d.]+ of 80.00 GiB"
+    assert re.findall(device_memory, printed) == re.findall(device_memory, capsys.readouterr().out)
+    assert f"method: {method}" in Path(recipe).read_text()
+
+
 def test_a_sample_of_the_rows_is_checked_as_inspect_does(
     tiny_llama: Callable[..., Path],
     tmp_path: Path,
