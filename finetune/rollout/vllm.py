@@ -120,6 +120,10 @@ class VllmServer:
         path = path or PATHS[kind]
         return read_answer(kind, self.send(path, body), self.url + path)
 
+    def resume(self) -> None:
+        """Resumes the server, which a run that was ended may have left paused."""
+        self.send("/resume", {})
+
     def has_weights(self, name: str, *, of_adapter: bool) -> bool:
         """Returns whether the server has the weights of this name.
 
@@ -359,15 +363,10 @@ class VllmEngine:
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def _open_servers(self) -> list[str]:
-        """Checks the servers; returns the name that each gives to its model.
-
-        If the run samples ahead, servers are resumed, because a killed run may have left them
-        paused.
-        """
+        """Checks the servers and resumes them; returns the name that each gives to its model."""
         names = check_servers(self._recipe)
-        if self._recipe.rollout.max_staleness:
-            for server in self._servers:
-                server.send("/resume", {})
+        for server in self._servers:
+            server.resume()
         return names
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
@@ -553,7 +552,7 @@ class VllmEngine:
             else:
                 server.load_model(folder.name, str(weights))
             if is_paused:
-                server.send("/resume", {})
+                server.resume()
 
         with ThreadPoolExecutor(len(self._servers)) as pool:
             list(pool.map(load, self._servers))

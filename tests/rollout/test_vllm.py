@@ -415,6 +415,17 @@ def open_engine(recipe: Path, model: Path, folder: Path, *keys: str) -> VllmEngi
     return VllmEngine(plain, world, read_recipe(str(recipe), list(keys)), tokenizer, [2], folder)
 
 
+def test_a_server_that_an_ended_run_left_paused_answers(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    with serving(model) as server:
+        server.at_pause("/pause?mode=abort")
+        keys = [f"vllm_server_base_url={server.url}", "vllm_server_timeout=5"]
+        engine = open_engine(recipe, model, tmp_path, *keys)
+        sampling = Sampling(max_tokens=MOST, temperature=1.3)
+        assert engine.sample([Request((1, 403), (0, 0, 0, 0))], sampling)[0].token_ids
+
+
 def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
     sentence = (
         r"http://127.0.0.1:9/v1/models: no answer: .*; start vLLM 0.32 with VLLM_SERVER_DEV_MODE=1"
