@@ -154,12 +154,16 @@ class VllmServer:
     def load_model(self, name: str, weights: str) -> None:
         """Has the server load the model's weights, and drop the keys and values of earlier weights.
 
+        The server reports another version meanwhile. So a run that resumes after this one was ended
+        in between does not find the earlier weights' name, and loads them again.
+
         Args:
             name: The name of the weights, which the server then reports as its version.
             weights: The folder with the weights.
 
         Raises `UserError` if the server does not drop keys and values.
         """
+        self.send("/update_weight_version", {"new_version": f"{name}-loading"})
         self.send(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}}
         )

@@ -426,6 +426,27 @@ def test_a_server_that_an_ended_run_left_paused_answers(
         assert engine.sample([Request((1, 403), (0, 0, 0, 0))], sampling)[0].token_ids
 
 
+def test_a_run_that_ended_while_weights_were_loaded_loads_its_own_again(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    """The server had those of the last checkpoint by name, and by then those of a later step."""
+    with serving(model) as server:
+        key = f"vllm_server_base_url={server.url}"
+        engine = open_engine(recipe, model, tmp_path, key)
+        engine.hand_over()
+        weights = engine._model.get_parameter("model.norm.weight")
+        before = weights.detach().clone()
+        with torch.no_grad():
+            weights += 1
+        server.changes = {"/reset_prefix_cache": (200, {"success": False})}
+        with pytest.raises(UserError, match="kept the keys and values"):
+            engine.hand_over()
+        server.changes = {}
+        assert torch.equal(server.model.model.norm.weight, weights)
+        open_engine(recipe, model, tmp_path, key).hand_over()
+        assert torch.equal(server.model.model.norm.weight, before)
+
+
 def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
     sentence = (
         r"http://127.0.0.1:9/v1/models: no answer: .*; start vLLM 0.32 with VLLM_SERVER_DEV_MODE=1"
