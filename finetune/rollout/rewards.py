@@ -40,7 +40,8 @@ class Scores:
 
     # [reward functions, then environments' own rewards][completions]; None: no score
     by_reward: list[list[float | None]]
-    # The places of completions for which a function or the environment failed, which have a 0.
+    # The places of completions for which a function or the environment failed. Its score is then 0;
+    # the others' scores count.
     failed: list[int]
 
     @property
