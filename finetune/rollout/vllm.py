@@ -360,7 +360,9 @@ class VllmEngine:
         # a request's name -> its completion in the checkpoint that the run resumes from
         self._recalled: dict[str, Sampled] = {}
         self._recalled_steps = set[int]()  # the `prompts_step` of each of these
-        self._noting = threading.Lock()  # held while an answer is written
+        # weights' name -> request's name -> answer: those on disk of the weights asked for last
+        self._answers: dict[str, dict[str, Sampled]] = {}
+        self._noting = threading.Lock()  # held while answers are read or written
         self._older = set[Path]()  # folders of answers that the latest checkpoint does not need
         # the name that each server gives to the base model
         self._served: list[str] = RankGroup(world).on_main(self._open_servers)
@@ -633,10 +635,18 @@ class VllmEngine:
         return [known[name] for name in names]
 
     def _read_answers(self, weights: str) -> dict[str, Sampled]:
-        """Reads the answers kept under the weights named `weights`.
+        """Returns the answers kept under the weights named `weights`: request's name -> answer.
 
-        Returns a request's name -> its answer, by the requests of all ranks.
+        They are read from disk once, with those of other ranks, because each turn asks for them.
+        Any thread may call it.
         """
+        with self._noting:
+            if weights not in self._answers:
+                self._answers = {weights: self._load_answers(weights)}
+            return dict(self._answers[weights])
+
+    def _load_answers(self, weights: str) -> dict[str, Sampled]:
+        """Reads the answers on disk; returns what `_read_answers` does."""
         answers: dict[str, Sampled] = {}
         for path in sorted((self._folder / weights).glob("*.jsonl")):
             for line in read_json_lines(path):
@@ -653,6 +663,8 @@ class VllmEngine:
         """
         line = {"request": name, "sampled": sampled.as_json()}
         with self._noting:
+            if folder.name in self._answers:
+                self._answers[folder.name][name] = sampled
             make_folder(folder)
             append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
 

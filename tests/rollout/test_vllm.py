@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
+from finetune.files.json_files import read_json_lines
 from finetune.files.network import send
 from finetune.rollout.engine import Request, Sampling
 from finetune.rollout.vllm import VllmEngine, VllmServer
@@ -445,6 +446,29 @@ def test_a_run_that_ended_while_weights_were_loaded_loads_its_own_again(
         assert torch.equal(server.model.model.norm.weight, weights)
         open_engine(recipe, model, tmp_path, key).hand_over()
         assert torch.equal(server.model.model.norm.weight, before)
+
+
+def test_answers_are_read_from_disk_once_for_each_weights(
+    recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many turns are asked for; a run that resumes reads all of them."""
+    read: list[Path] = []
+
+    def read_lines(path: Path) -> Any:
+        read.append(path)
+        return read_json_lines(path)
+
+    monkeypatch.setattr("finetune.rollout.vllm.read_json_lines", read_lines)
+    turns = [Request((1, 403 + turn), (0, 0, 0, turn)) for turn in range(4)]
+    sampling = Sampling(max_tokens=MOST, temperature=1.3)
+    with serving(model, heeds_seeds=False) as server:
+        key = f"vllm_server_base_url={server.url}"
+        engine = open_engine(recipe, model, tmp_path, key)
+        answers = [engine.sample([turn], sampling)[0] for turn in turns]
+        assert engine.sample(turns, sampling) == answers and not read
+        again = open_engine(recipe, model, tmp_path, key)
+        assert [again.sample([turn], sampling)[0] for turn in turns] == answers
+        assert len(read) == 1 and len(server.asked) == 4
 
 
 def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:
