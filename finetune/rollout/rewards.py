@@ -311,7 +311,7 @@ class Rewards:
             "seconds": self._keys.reward_timeout_seconds,
         }
         try:
-            self._exchange(settings, max(SECONDS_TO_START, settings["seconds"]))
+            self._exchange(settings, max(SECONDS_TO_START, self._keys.reward_timeout_seconds))
         except UserError as error:
             self.close()
             # Not as `ProcessLost`, which callers may count as a failure of a completion.
