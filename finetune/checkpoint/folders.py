@@ -126,6 +126,8 @@ def find_newest_valid(
         problems = verify(checkpoint)
         if not problems:
             return checkpoint
+        if not checkpoint.exists():  # the run has pruned it meanwhile, so there are newer ones
+            return find_newest_valid(run_folder, log, verify=verify)
         log(f"{checkpoint}: passed over: {'; '.join(problems)}")
     return None
 
@@ -356,15 +358,21 @@ def checkpoints_command(options: argparse.Namespace) -> int:
 def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
     """Describes the published checkpoints of a run, in order of step.
 
+    Those that the run prunes meanwhile are left out.
+
     `checksums`: whether every byte is read; else only names and sizes are compared. Raises
     `UserError` if there are no checkpoints.
     """
     published = list_checkpoints(run)
     if not published:
         raise UserError(f"{run}: {_explain_absence(run)}")
-    return [
-        _summarize(step, path, find_damage(path, checksums=checksums)) for step, path in published
-    ]
+    summaries = []
+    for step, path in published:
+        problems = find_damage(path, checksums=checksums)
+        if not problems or path.exists():
+            summaries.append(_summarize(step, path, problems))
+    # If all were pruned, there are newer ones.
+    return summaries or summarize_checkpoints(run, checksums=checksums)
 
 
 def _explain_absence(run: Path) -> str:

@@ -305,7 +305,8 @@ class RolloutKeys:
         float,
         Gt(0),
         "How long each reward may take for what is sampled together, and the tools of a turn or "
-        "the resets of a step; they run in processes of their own.",
+        "the resets of a step; they run in processes of their own. Their files have as long to "
+        "load, and at least a minute.",
     ] = 60.0
     on_bad_reward: Annotated[
         Literal["error", "zero"],

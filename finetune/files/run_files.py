@@ -7,9 +7,11 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from finetune.errors import UserError
 from finetune.files.durable import hash_json, replace_file
@@ -52,6 +54,9 @@ class BenchmarkResult:
             self.num_fewshot,
             self.chat_template,
         )
+
+
+_RESULT = TypeAdapter(BenchmarkResult)
 
 
 def list_runs(folder: Path) -> list[Path]:
@@ -179,17 +184,11 @@ def _describe_setting(result: BenchmarkResult) -> str:
 
 def _read_entry(entry: Any) -> BenchmarkResult | None:
     """Reads one result of benchmarks.json, without keys that are not ours; None if it is wrong."""
-    known = {field.name for field in fields(BenchmarkResult)}
     try:
-        result = BenchmarkResult(**{key: value for key, value in entry.items() if key in known})
-        is_valid = (
-            isinstance(result.task, str)
-            and isinstance(result.metric, str)
-            and math.isfinite(result.trained)
-        )
-    except (AttributeError, TypeError):  # no mapping, a key is missing, or no number
+        result = _RESULT.validate_python(entry)
+    except ValidationError:  # no mapping, a key is missing, or a value is of a wrong kind
         return None
-    return result if is_valid else None
+    return result if math.isfinite(result.trained) else None
 
 
 # A loss is "far above" the first one if it is higher by this many nats per token, and by a quarter.

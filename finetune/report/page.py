@@ -199,7 +199,7 @@ class Plots:
         """Draws the plots of the run in `folder`, in place of those drawn before."""
         from IPython.display import HTML, display
 
-        with suppress(UserError, OSError):  # a plot must not end the training
+        with suppress(Exception):  # a plot must not end the training
             page = html.escape(render_plots(read_run(folder)))
             frame = HTML(
                 f'<div><iframe srcdoc="{page}" '

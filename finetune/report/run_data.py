@@ -497,8 +497,9 @@ def _make_resource_tiles(run: RunRecord) -> Iterator[Tile]:
     if isinstance(idle_shares, list) and idle_shares:
         largest = max(idle_shares)
         layer = f"layer {idle_shares.index(largest)} of {len(idle_shares)} mixtures"
-        busiest = f"busiest expert {run.last('largest_expert_share'):.0%}"
-        yield Tile("Idle experts", f"{largest:.0%}", f"{layer}; {busiest}")
+        busiest = run.last("largest_expert_share")
+        note = layer if busiest is None else f"{layer}; busiest expert {busiest:.0%}"
+        yield Tile("Idle experts", f"{largest:.0%}", note)
     if run.last("peak_memory_bytes"):
         peak = max(value for _, value in run.series("peak_memory_bytes"))
         yield Tile("Peak memory", f"{gib(peak)} GiB", "first rank")

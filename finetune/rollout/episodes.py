@@ -4,7 +4,7 @@ rewards and states are read after it.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.schema import Recipe
@@ -39,13 +39,13 @@ class Episodes:
     rewards: Rewards  # its process runs the environments
     first_place: int  # of the completions' environments, from `Rewards.take_places`
     rows: list[Row]  # [completions]; `begin` appends the text that `reset` returns to the prompts
-    overlong: set[int] = field(default_factory=set)  # places of completions with too long a prompt
 
     def begin(self, requests: Sequence[Request]) -> list[list[int]]:
         """Resets all environments, and appends the texts that they return to the prompts.
 
         Returns the token ids of each completion's prompt. The environments of one prompt's
-        completions get the same seed, so that they begin alike.
+        completions get the same seed, so that they begin alike. An environment whose text is too
+        long is lost: its prompt stays as it was.
 
         Raises:
             UserError: The text of a reset cannot be rendered; or an environment fails, or its
@@ -57,6 +57,7 @@ class Episodes:
         renderer = make_renderer_of(self.recipe.data, self.tokenizer)
         encoder = make_encoder(self.tokenizer)
         prompts = [list(request.prompt_ids) for request in requests]
+        overlong = []
         for place, answer in enumerate(self.rewards.ask_environments("reset", items)):
             if answer.get("said") is None:  # a failure, or `reset` returned no text
                 continue
@@ -65,9 +66,13 @@ class Episodes:
                 ids = encode_prompt(row, renderer, encoder)
             except BadRow as error:
                 raise UserError(f"environment: what reset said: {error}") from None
-            if self._accept_length(place, len(ids)):
+            if self._accept_length(len(ids)):
                 self.rows[place] = row
                 prompts[place] = ids
+            else:
+                overlong.append({"place": self.first_place + place})
+        if overlong:  # ended, so that their calls and `end` find them lost
+            self.rewards.ask_environments("finish", overlong)
         return prompts
 
     def end(self) -> EndedEpisodes:
@@ -83,7 +88,7 @@ class Episodes:
         states = []
         lost = []
         for place, answer in enumerate(answers):
-            is_lost = "problem" in answer or place in self.overlong
+            is_lost = "problem" in answer
             state = None if is_lost else answer["state"]
             lost.append(is_lost)
             states.append(state)
@@ -117,11 +122,10 @@ class Episodes:
         facts: Environments = self.tokenizer.environments
         return facts
 
-    def _accept_length(self, place: int, tokens: int) -> bool:
+    def _accept_length(self, tokens: int) -> bool:
         """Returns whether a prompt of `tokens` tokens leaves room for a completion.
 
-        If not, it prints the problem and adds the completion's place to `overlong`; or it raises
-        `UserError` if `on_bad_reward` is error.
+        If not, it prints the problem; or it raises `UserError` if `on_bad_reward` is error.
         """
         most_tokens = self.recipe.data.max_length - self.recipe.rollout.max_completion_length
         if tokens <= most_tokens:
@@ -133,7 +137,6 @@ class Episodes:
         if self.recipe.rollout.on_bad_reward == "error":
             raise UserError(f"{problem}; on_bad_reward: zero counts such completions and continues")
         print(problem, file=sys.stderr)
-        self.overlong.add(place)
         return False
 
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,11 +41,8 @@ class JudgeReward:
     passes them.
     """
 
-    def __init__(self, judge: Judge, seconds: float) -> None:
-        """Makes the function. Raises `UserError` if the judge's key is not in the environment.
-
-        seconds: The time for all completions of a step together.
-        """
+    def __init__(self, judge: Judge) -> None:
+        """Makes the function. Raises `UserError` if the judge's key is not in the environment."""
         names = dict.fromkeys(("prompts", "completions", *judge.places))
         # The places {prompt} and {completion} are filled from `prompts` and `completions`.
         parameters = [
@@ -54,7 +52,6 @@ class JudgeReward:
         ]
         self.__signature__ = inspect.Signature(parameters)
         self._judge = judge
-        self._seconds = seconds
         self._headers = _read_key(judge)
 
     def __call__(
@@ -62,9 +59,12 @@ class JudgeReward:
     ) -> list[float | Fault]:
         """Asks the judge about each completion; returns its score or a fault for each.
 
+        It is called within `time_limit`, whose timer says how much time these completions have.
+
         columns: Name -> a value for each completion.
         """
-        deadline = time.monotonic() + max(0.5 * self._seconds, self._seconds - SPARE)
+        seconds, _ = signal.getitimer(signal.ITIMER_REAL)
+        deadline = time.monotonic() + max(0.5 * seconds, seconds - SPARE)
         questions = []
         for place, completion in enumerate(completions):
             values = {name: str(column[place]) for name, column in columns.items()}

@@ -226,7 +226,7 @@ class Functions:
         self._seconds: float = settings["seconds"]
         self._counts_failures: bool = settings["counts_failures"]
         self._names = [name_of_reward(name) for name in names]
-        self._functions = [_load(name, self._seconds) for name in names]
+        self._functions = [_load(name) for name in names]
         self._tools: dict[str, Callable[..., Any]] = {}
         for entry in settings["tools"]:  # FILE:FUNCTION
             _, _, function_name = entry.rpartition(":")
@@ -304,13 +304,13 @@ def _takes_environments(function: Callable[..., Any]) -> bool:
     return any(each.name == ENVIRONMENTS or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
-def _load(name: str, seconds: float) -> Callable[..., Any]:
+def _load(name: str) -> Callable[..., Any]:
     """Loads the function of an entry of `rewards`: a judge, a shipped one, or one in a file.
 
     Raises `UserError` if it cannot be loaded.
     """
     if is_judge(name):
-        return JudgeReward(read_judge(name), seconds)
+        return JudgeReward(read_judge(name))
     if name in FUNCTIONS:
         return load_shipped(name)
     function: Callable[..., Any] = load(name)

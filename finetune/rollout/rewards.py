@@ -30,7 +30,7 @@ from finetune.rollout.user_calls import (
     list_children,
 )
 
-SECONDS_TO_START = 60.0  # that the process has to load the recipe's files
+SECONDS_TO_START = 60.0  # that the process has at least to load the recipe's files
 STDERR = 2  # the file descriptor
 
 
@@ -40,7 +40,8 @@ class Scores:
 
     # [reward functions, then environments' own rewards][completions]; None: no score
     by_reward: list[list[float | None]]
-    # The places of completions for which a function or the environment failed, which have a 0.
+    # The places of completions for which a function or the environment failed. Its score is then 0;
+    # the others' scores count.
     failed: list[int]
 
     @property
@@ -310,7 +311,7 @@ class Rewards:
             "seconds": self._keys.reward_timeout_seconds,
         }
         try:
-            self._exchange(settings, SECONDS_TO_START)
+            self._exchange(settings, max(SECONDS_TO_START, self._keys.reward_timeout_seconds))
         except UserError as error:
             self.close()
             # Not as `ProcessLost`, which callers may count as a failure of a completion.
@@ -345,7 +346,10 @@ class Rewards:
         """Describes where an error comes from: the recipe's key and the files of what is asked."""
         key = "rewards"
         entries = self._keys.reward_files
-        if "calls" in question:
+        if "names" in question:
+            key = "rewards, tools and environment"
+            entries = (*entries, *self._keys.tools, *self._keys.environment_files)
+        elif "calls" in question:
             key = "tools"
             entries = self._keys.tools
         elif "do" in question:
@@ -378,9 +382,11 @@ class Rewards:
                 f"{where}: their process ended with {code}; its last words are above"
             ) from None
         except TimeoutError:
+            reason = f"no answer in {seconds:g} s, in code that Python cannot interrupt"
+            if "names" in question:
+                reason = f"not loaded in {seconds:g} s"
             raise ProcessLost(
-                f"{where}: no answer in {seconds:g} s, in code that Python cannot interrupt; "
-                "raise reward_timeout_seconds, or change the function"
+                f"{where}: {reason}; raise reward_timeout_seconds, or change the function"
             ) from None
         try:
             answer = json.loads(line)

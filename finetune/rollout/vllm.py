@@ -120,6 +120,10 @@ class VllmServer:
         path = path or PATHS[kind]
         return read_answer(kind, self.send(path, body), self.url + path)
 
+    def resume(self) -> None:
+        """Resumes the server, which a run that was ended may have left paused."""
+        self.send("/resume", {})
+
     def has_weights(self, name: str, *, of_adapter: bool) -> bool:
         """Returns whether the server has the weights of this name.
 
@@ -150,12 +154,16 @@ class VllmServer:
     def load_model(self, name: str, weights: str) -> None:
         """Has the server load the model's weights, and drop the keys and values of earlier weights.
 
+        The server reports another version meanwhile. So a run that resumes after this one was ended
+        in between does not find the earlier weights' name, and loads them again.
+
         Args:
             name: The name of the weights, which the server then reports as its version.
             weights: The folder with the weights.
 
         Raises `UserError` if the server does not drop keys and values.
         """
+        self.send("/update_weight_version", {"new_version": f"{name}-loading"})
         self.send(
             "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": weights}}
         )
@@ -352,22 +360,19 @@ class VllmEngine:
         # a request's name -> its completion in the checkpoint that the run resumes from
         self._recalled: dict[str, Sampled] = {}
         self._recalled_steps = set[int]()  # the `prompts_step` of each of these
-        self._noting = threading.Lock()  # held while an answer is written
+        # weights' name -> request's name -> answer: those on disk of the weights asked for last
+        self._answers: dict[str, dict[str, Sampled]] = {}
+        self._noting = threading.Lock()  # held while answers are read or written
         self._older = set[Path]()  # folders of answers that the latest checkpoint does not need
         # the name that each server gives to the base model
         self._served: list[str] = RankGroup(world).on_main(self._open_servers)
         self._vocabulary = int(text_config_of(unwrap(model).config).vocab_size)
 
     def _open_servers(self) -> list[str]:
-        """Checks the servers; returns the name that each gives to its model.
-
-        If the run samples ahead, servers are resumed, because a killed run may have left them
-        paused.
-        """
+        """Checks the servers and resumes them; returns the name that each gives to its model."""
         names = check_servers(self._recipe)
-        if self._recipe.rollout.max_staleness:
-            for server in self._servers:
-                server.send("/resume", {})
+        for server in self._servers:
+            server.resume()
         return names
 
     def sample(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
@@ -553,7 +558,7 @@ class VllmEngine:
             else:
                 server.load_model(folder.name, str(weights))
             if is_paused:
-                server.send("/resume", {})
+                server.resume()
 
         with ThreadPoolExecutor(len(self._servers)) as pool:
             list(pool.map(load, self._servers))
@@ -630,10 +635,18 @@ class VllmEngine:
         return [known[name] for name in names]
 
     def _read_answers(self, weights: str) -> dict[str, Sampled]:
-        """Reads the answers kept under the weights named `weights`.
+        """Returns the answers kept under the weights named `weights`: request's name -> answer.
 
-        Returns a request's name -> its answer, by the requests of all ranks.
+        They are read from disk once, with those of other ranks, because each turn asks for them.
+        Any thread may call it.
         """
+        with self._noting:
+            if weights not in self._answers:
+                self._answers = {weights: self._load_answers(weights)}
+            return dict(self._answers[weights])
+
+    def _load_answers(self, weights: str) -> dict[str, Sampled]:
+        """Reads the answers on disk; returns what `_read_answers` does."""
         answers: dict[str, Sampled] = {}
         for path in sorted((self._folder / weights).glob("*.jsonl")):
             for line in read_json_lines(path):
@@ -650,6 +663,8 @@ class VllmEngine:
         """
         line = {"request": name, "sampled": sampled.as_json()}
         with self._noting:
+            if folder.name in self._answers:
+                self._answers[folder.name][name] = sampled
             make_folder(folder)
             append_json_lines(folder / f"answers-{self._world.rank:05d}.jsonl", [line])
 

@@ -19,7 +19,7 @@ class ServedAdapters:
     """A vLLM server, and the adapters that it has loaded. Only rank 0 has it."""
 
     def __init__(self, url: str, recipe: Recipe, states: Path, vocabulary: int) -> None:
-        """Checks that the server can sample for the recipe's base.
+        """Checks that the server can sample for the recipe's base, and resumes it.
 
         Args:
             url: The server's URL, with or without /v1.
@@ -33,6 +33,7 @@ class ServedAdapters:
         address = url.rstrip("/").removesuffix("/v1")
         self._server = VllmServer(address, recipe.rollout.vllm_server_timeout, KEY)
         self._base = self._server.check(recipe, any_temperature=True)
+        self._server.resume()
         self._states = states.resolve()
         self._vocabulary = vocabulary
         self._rank = recipe.lora.lora_r

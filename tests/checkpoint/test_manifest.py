@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,29 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     logged: list[str] = []
     assert folders.find_newest_valid(tmp_path, logged.append) == folders.step_folder(tmp_path, 1)
     assert logged == [f"{newer}: passed over: state.json is missing"]
+
+
+def test_one_that_its_run_prunes_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run replaces its only checkpoint by the next step's, before the listed one is read."""
+
+    def replace_first(checkpoint: Path, **keys: Any) -> list[str]:
+        following = int(checkpoint.name[-1]) + 1
+        if following % 2 == 0:
+            write_checkpoint(tmp_path, following)
+            checkpoint.rename(checkpoint.with_name(".pruned"))
+            shutil.rmtree(checkpoint.with_name(".pruned"))
+        return manifest.find_damage(checkpoint, **keys)
+
+    logged: list[str] = []
+    write_checkpoint(tmp_path, 1)
+    newest = folders.find_newest_valid(tmp_path, logged.append, verify=replace_first)
+    assert newest == folders.step_folder(tmp_path, 2) and not logged
+    monkeypatch.setattr(folders, "find_damage", replace_first)
+    write_checkpoint(tmp_path, 3)
+    listed = folders.summarize_checkpoints(tmp_path, checksums=False)
+    assert [(each.step, each.problems) for each in listed] == [(2, [])]
 
 
 def test_a_path_that_is_no_checkpoint_is_said_with_what_to_give(tmp_path: Path) -> None:

@@ -308,6 +308,8 @@ DAMAGED: list[tuple[str, str]] = [
     ("checkpoints/step-00000060/manifest.json", '{"files": [1]}'),
     ("checkpoints/step-00000060/manifest.json", '{"files": {"a": 1, "b": {"size": "x"}}}'),
     ("benchmarks.json", '{"results": [1, {"task": 2, "trained": "x"}]}'),
+    ("benchmarks.json", '{"results": [{"task": "a", "metric": "b", "trained": 1, "base": "x", "model": 2}]}'),
+    ("metrics.jsonl", '{"step": 1, "loss": 2.0, "idle_expert_share_by_layer": [0.5]}'),
     ("checkpoints/step-00000060/model/config.json", json.dumps(HUGE)),
     ("checkpoints/step-00000060/model/config.json", json.dumps({"architectures": 5, "vision_config": [], "text_config": HUGE})),
     ("recipe.yaml", "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{'abcdefghij'[i]}: &{'abcdefghij'[i]} [{'*' + 'abcdefghij'[i - 1]},{'*' + 'abcdefghij'[i - 1]}]\n" for i in range(1, 9))),

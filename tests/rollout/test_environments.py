@@ -21,6 +21,8 @@ from finetune.data.render import render
 from finetune.data.tokenizer import load_tokenizer, make_renderer_of
 from finetune.data.tool_calls import make_tool_turns
 from finetune.errors import UserError
+from finetune.rollout.engine import Request
+from finetune.rollout.episodes import Episodes
 from finetune.rollout.rewards import Rewards
 from tests.conftest import make_tokenizer, slow_but
 
@@ -273,6 +275,30 @@ def test_what_goes_wrong_is_counted_and_stays_alone(how: str, file: Path) -> Non
             ends = finish(rewards, 4)
             bad = ["problem" in each for each in ends]
             assert bad == [False, how not in KEEPS, False, how in ENDS]
+    finally:
+        rewards.close()
+
+
+def test_an_environment_that_leaves_no_room_is_lost(file: Path, tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    keys: dict[str, Any] = {"model_name_or_path": str(tmp_path), "method": "grpo"}
+    keys |= {"environment": f"{file}:Counter", "on_bad_reward": "zero", "chat_template": "qwen"}
+    keys |= {"max_length": 12, "max_completion_length": 8, "datasets": [{"path": "a/b"}]}
+    recipe = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+    tokenizer = load_tokenizer(recipe.model, recipe.data, (), recipe.rollout.environments)
+    rewards = Rewards(recipe.rollout)
+    starts = (0, -1)  # the second says nothing
+    prompt = [{"role": "user", "content": "Go."}]
+    rows = [{"prompt": prompt, "columns": {"start": start}} for start in starts]
+    episodes = Episodes(recipe, tokenizer, rewards, rewards.take_places(2), rows)
+    try:
+        requests = [Request((7,), (0, 0, 0, number)) for number in range(2)]
+        assert episodes.begin(requests) == [[7], [7]]
+        step = ("increment", {"step": 5})
+        (text, failed), in_room = call(rewards, (0, *step), (1, *step))
+        assert failed and "it was lost" in text and in_room == ("4", False)
+        ended = episodes.end()
+        assert ended.lost == [True, False] and ended.rewards == {"Counter": [0.0, 4.0]}
     finally:
         rewards.close()
 

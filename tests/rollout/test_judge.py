@@ -20,6 +20,7 @@ from finetune.config.judge import write_judge
 from finetune.config.methods import RolloutKeys
 from finetune.config.reader import RECIPES, read_recipe
 from finetune.errors import UserError
+from finetune.rollout.reward_process import Functions
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.run import fine_tune
 
@@ -157,6 +158,21 @@ def test_all_together_have_the_time_of_a_reward(server: Any) -> None:
     keys = {"on_bad_reward": "zero", "reward_timeout_seconds": 2.0}
     scores = ask(server.url, ["good", "late", "late", "late"], {"concurrency": 1}, **keys)
     assert scores == Scores([[4.5, 0.0, 0.0, 0.0]], [1, 2, 3])
+
+
+def test_one_of_several_has_its_share_of_the_time(
+    server: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As it is asked after the process was lost; the judge's own deadline comes first, and says which server was slow."""
+    judge = write_judge({"url": server.url, "model": "wise", "prompt": PROMPT})
+    settings = {"names": [judge], "seconds": 8.0, "counts_failures": True}
+    functions = Functions(settings | {"tools": [], "environments": [], "processes": 1})
+    step = {"prompts": ["?"] * 8, "completions": ["late"] * 8, "completion_ids": [[1]] * 8}
+    step |= {"columns": {"answer": [""] * 8}, "state": {}}
+    answer = functions.answer({"function": 0, "place": 3, "step": step})
+    assert answer == {"scores": [0.0], "failed": [True]}
+    said = capsys.readouterr().err
+    assert f"{server.url}/v1/chat/completions: no answer: timed out after 0.4" in said, said
 
 
 GIVEN = {"url": "http://localhost:8000", "model": "m", "prompt": "{completion}"}

@@ -411,6 +411,25 @@ def test_code_that_python_cannot_interrupt_is_ended(
     assert rewards._process is None, "killed, and waited for"
 
 
+def test_files_that_load_slowly_have_the_time_of_a_reward(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.rollout.rewards.SECONDS_TO_START", 0.1)
+    file = tmp_path / "slow.py"
+    file.write_text("import time\n\ntime.sleep(1)\n\ndef slow(**_):\n    return [1.0]\n")
+
+    def score(seconds: float) -> Scores:
+        rewards = Rewards(RolloutKeys(rewards=(f"{file}:slow",), reward_timeout_seconds=seconds))
+        try:
+            return rewards.score(["p"], ["a"], [[1]], {}, {"global_step": 0})
+        finally:
+            rewards.close()
+
+    assert score(60.0) == Scores([[1.0]], [])
+    with pytest.raises(UserError, match=r"slow\.py: not loaded in 0\.5 s; raise reward_timeout_s"):
+        score(0.5)
+
+
 def test_every_reward_that_ships_has_a_function_and_a_line() -> None:
     assert FUNCTIONS.keys() == SHIPPED_REWARDS.keys()
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.errors import UserError
+from finetune.files.json_files import read_json_lines
 from finetune.files.network import send
 from finetune.rollout.engine import Request, Sampling
 from finetune.rollout.vllm import VllmEngine, VllmServer
@@ -413,6 +414,61 @@ def open_engine(recipe: Path, model: Path, folder: Path, *keys: str) -> VllmEngi
         AutoTokenizer.from_pretrained(model),
     )
     return VllmEngine(plain, world, read_recipe(str(recipe), list(keys)), tokenizer, [2], folder)
+
+
+def test_a_server_that_an_ended_run_left_paused_answers(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    with serving(model) as server:
+        server.at_pause("/pause?mode=abort")
+        keys = [f"vllm_server_base_url={server.url}", "vllm_server_timeout=5"]
+        engine = open_engine(recipe, model, tmp_path, *keys)
+        sampling = Sampling(max_tokens=MOST, temperature=1.3)
+        assert engine.sample([Request((1, 403), (0, 0, 0, 0))], sampling)[0].token_ids
+
+
+def test_a_run_that_ended_while_weights_were_loaded_loads_its_own_again(
+    recipe: Path, model: Path, tmp_path: Path
+) -> None:
+    """The server had those of the last checkpoint by name, and by then those of a later step."""
+    with serving(model) as server:
+        key = f"vllm_server_base_url={server.url}"
+        engine = open_engine(recipe, model, tmp_path, key)
+        engine.hand_over()
+        weights = engine._model.get_parameter("model.norm.weight")
+        before = weights.detach().clone()
+        with torch.no_grad():
+            weights += 1
+        server.changes = {"/reset_prefix_cache": (200, {"success": False})}
+        with pytest.raises(UserError, match="kept the keys and values"):
+            engine.hand_over()
+        server.changes = {}
+        assert torch.equal(server.model.model.norm.weight, weights)
+        open_engine(recipe, model, tmp_path, key).hand_over()
+        assert torch.equal(server.model.model.norm.weight, before)
+
+
+def test_answers_are_read_from_disk_once_for_each_weights(
+    recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many turns are asked for; a run that resumes reads all of them."""
+    read: list[Path] = []
+
+    def read_lines(path: Path) -> Any:
+        read.append(path)
+        return read_json_lines(path)
+
+    monkeypatch.setattr("finetune.rollout.vllm.read_json_lines", read_lines)
+    turns = [Request((1, 403 + turn), (0, 0, 0, turn)) for turn in range(4)]
+    sampling = Sampling(max_tokens=MOST, temperature=1.3)
+    with serving(model, heeds_seeds=False) as server:
+        key = f"vllm_server_base_url={server.url}"
+        engine = open_engine(recipe, model, tmp_path, key)
+        answers = [engine.sample([turn], sampling)[0] for turn in turns]
+        assert engine.sample(turns, sampling) == answers and not read
+        again = open_engine(recipe, model, tmp_path, key)
+        assert [again.sample([turn], sampling)[0] for turn in turns] == answers
+        assert len(read) == 1 and len(server.asked) == 4
 
 
 def test_a_server_that_is_away_is_a_sentence(recipe: Path, model: Path, tmp_path: Path) -> None:

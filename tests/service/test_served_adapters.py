@@ -72,6 +72,14 @@ def test_a_servers_samples_are_of_each_clients_adapter(
         assert len({body["model"] for body, _ in server.asked}) == 4
 
 
+def test_a_server_that_an_ended_run_left_paused_is_resumed(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    with stand_in_vllm.serving(base) as server:
+        server.at_pause("/pause?mode=abort")
+        with serving(tmp_path / "run", base, vllm_server=server.url):
+            assert not server.is_paused
+
+
 def test_a_server_of_another_base_is_refused(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base")
     other = make_model(tmp_path / "other")
