@@ -173,7 +173,7 @@ def count_trained(documents: Examples | TokenStore, ids: Int64s | slice = slice(
 class Cuts:
     """What `cut` did with documents of more than max_length tokens, and how many tokens it lost."""
 
-    truncated: Int64s  # indexes of the truncated documents in the store
+    truncated: Int64s  # indexes of the truncated documents in the store, but no mismatched ones
     dropped: Int64s  # indexes of the dropped ones: all documents of a group with a long one
     split: Int64s  # indexes of those that became several examples
     tokens_lost: int
@@ -190,17 +190,20 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
         store: The documents.
         max_length: The most tokens that an example may have.
         overlength: What is done with longer documents. None: plain text is split, anything else is
-            truncated. `drop` drops the whole group of a long document.
+            truncated. `drop` drops the whole group of a long document. The mismatched document of a
+            rated answer is always truncated: its length is that of another row's answer.
 
     Raises:
         UserError: A document is longer and `overlength` is `error`; or an image would be cut.
     """
     lengths = np.diff(store.starts)
-    overlong = lengths > max_length
-    if overlength == "error" and overlong.any():
-        raise UserError(_say_overlong(store, lengths, max_length))
-    _refuse_torn(store, overlong, max_length, overlength)
     size = store.group_size
+    overlong = lengths > max_length
+    if store.is_rated:
+        overlong[1::size] = False
+    if overlength == "error" and overlong.any():
+        raise UserError(_say_overlong(store, lengths, overlong, max_length))
+    _refuse_torn(store, overlong, max_length, overlength)
     in_long_group = np.repeat(overlong.reshape(-1, size).any(1), size)
     to_drop = in_long_group & (overlength == "drop")
     if overlength is None:
@@ -221,22 +224,25 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     return examples, cuts
 
 
-def _say_overlong(store: TokenStore, lengths: Int64s, max_length: int) -> str:
+def _say_overlong(
+    store: TokenStore, lengths: Int64s, overlong: NDArray[np.bool_], max_length: int
+) -> str:
     """Writes the message that documents are too long.
 
     Args:
         store: The documents.
         lengths: int64[documents]: number of tokens.
+        overlong: bool[documents]: which are too long.
         max_length: The most tokens that are allowed.
     """
-    overlong = np.flatnonzero(lengths > max_length)
     places = np.stack([store.files[overlong], store.rows[overlong]])
     rows = np.unique(places, axis=1).shape[1]  # several documents may come from one row
     ways = "truncate, drop or split" if store.group_size == 1 else "truncate or drop"
+    first = store.where(int(np.argmax(overlong)))
     return (
-        f"{store.where(int(overlong[0]))}: more than max_length = {max_length} tokens (overlength: "
-        f"error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of "
-        f"{int(lengths.max())} tokens; raise max_length or set overlength to {ways}"
+        f"{first}: more than max_length = {max_length} tokens (overlength: error); "
+        f"{counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of "
+        f"{int(lengths[overlong].max())} tokens; raise max_length or set overlength to {ways}"
     )
 
 

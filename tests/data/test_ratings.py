@@ -231,6 +231,22 @@ def test_mismatched_answers_reach_over_batches_of_rows_and_pairs_are_taken_apart
         prepare([{"path": alone, "label_column": "x"}], method="dpo")
 
 
+def test_a_rated_answer_is_as_long_as_itself_not_as_its_mismatched_one(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    rows = [chat(f"Q{i}", "long " * 20 * (i % 2) + "A") | {"label": True} for i in range(4)]
+    sources = [{"path": str(write_lines(tmp_path / "a.jsonl", rows))}]
+    dropped = prepare(sources, method="kto", overlength="drop")
+    assert [len(answer) for _, answer in texts(dropped)[::2]] == [len("A<|end|>")] * 2
+    (finding,) = [found for found in dropped.report.findings if found.name == "dropped"]
+    assert finding.rows == 2
+    cut = prepare(sources, method="kto", overlength="truncate")
+    (finding,) = [found for found in cut.report.findings if found.name == "truncated"]
+    assert finding.rows == 2
+    with pytest.raises(UserError, match=r"a\.jsonl:2: more than max_length = .* 2 rows are"):
+        prepare(sources, method="kto", overlength="error")
+
+
 def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
     prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
