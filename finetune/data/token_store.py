@@ -431,15 +431,20 @@ def wait_for_store(folder: Path, canceled: Event | None) -> None:
 
     Raises `UserError` if local rank 0 has left a note of its failure, or once `canceled` is set.
     """
-    failure = _name_failure_file(folder)
-    # An older note is of an earlier run.
-    started = psutil.Process().create_time()
     while not folder.exists():
-        if failure.exists() and failure.stat().st_mtime >= started:
-            raise UserError(failure.read_text())
+        raise_failure(folder)
         if canceled is not None and canceled.is_set():
             raise UserError(f"{folder}: the wait for it was canceled")
         time.sleep(POLL_SECONDS)
+
+
+def raise_failure(folder: Path) -> None:
+    """Raises `UserError` if local rank 0 has left a note that it could not write the folder."""
+    failure = _name_failure_file(folder)
+    # An older note is of an earlier run.
+    started = psutil.Process().create_time()
+    if failure.exists() and failure.stat().st_mtime >= started:
+        raise UserError(failure.read_text())
 
 
 def _remove_damaged(folder: Path) -> None:
