@@ -178,13 +178,10 @@ class StreamedBatches:
         """
         store = self.open_block_store(number, canceled)
         stats = SourceStats.from_json(store.facts)
-        examples, block_report = select_examples(store, self.data.datasets[0], self.data)
-        # A block holds rows of every source.
-        origins = ", ".join(source.origin for source in self.data.datasets)
-        report = replace(block_report, path=origins)
+        examples, report = self.select_examples(store)
         refuse_fatal(report.findings)
         if not len(examples):
-            problem = f"{origins}: no row of a block of {BLOCK_ROWS} holds a token to train on"
+            problem = f"{report.path}: no row of a block of {BLOCK_ROWS} holds a token to train on"
             refuse_empty(report.findings, problem)
         batches = self._make_batches(examples, number)
         if batches.images is not None:
@@ -208,6 +205,12 @@ class StreamedBatches:
         return open_or_write_store(
             self._block_folder(number), self.world.local_rank, write, canceled
         )
+
+    def select_examples(self, store: TokenStore) -> tuple[Examples, SourceReport]:
+        """Selects the examples of a block; the report names all sources, whose rows it holds."""
+        examples, report = select_examples(store, self.data.datasets[0], self.data)
+        origins = ", ".join(source.origin for source in self.data.datasets)
+        return examples, replace(report, path=origins)
 
     def remove_blocks(self) -> None:
         """Removes all blocks of this launch, and the reader. The notes of the blocks stay."""
@@ -497,9 +500,7 @@ def preview_data(
         train, _, report = _read_stored(recipe, tokenizer, world)
         return train, report
     stream = open_stream(recipe, tokenizer, world)
-    examples, source = select_examples(
-        stream.open_block_store(0), recipe.data.datasets[0], recipe.data
-    )
+    examples, source = stream.select_examples(stream.open_block_store(0))
     stream.remove_blocks()  # the open store stays readable, because it is memory-mapped
     if not len(examples):
         problem = f"{recipe.place_of('datasets')}: datasets: nothing is left of the first block"
