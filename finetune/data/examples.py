@@ -49,6 +49,8 @@ class Examples:
     trained: Int32s  # [examples]: number of tokens with a label
     # how many consecutive examples are a group: 2 for chosen and rejected
     group_size: int = 1
+    # whether the label of an example's last position, a token of the next part, is left out
+    omits_next: bool = False
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,9 +64,10 @@ class Examples:
         store = self.store_of(example_id)
         start = int(self.start[example_id])
         length = int(self.lengths[example_id])
-        return Example(
-            store.input_ids[start : start + length], store.labels[start : start + length]
-        )
+        labels = store.labels[start : start + length]
+        if self.omits_next:
+            labels = np.append(labels[:-1], np.int32(IGNORE_INDEX))
+        return Example(store.input_ids[start : start + length], labels)
 
     def take(self, ids: Int64s) -> "Examples":
         """Returns the examples `ids` in that order, with new ids from 0; an id may be repeated.
@@ -180,11 +183,13 @@ class Cuts:
     trained_tokens_lost: int
 
 
-def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
+def cut(
+    store: TokenStore, max_length: int, overlength: Overlength | None, omits_next: bool = False
+) -> tuple[Examples, Cuts]:
     """Cuts the documents of a store into examples of at most `max_length` tokens.
 
     An example keeps the document's labels. The label of its last token is thus the first token of
-    the next part, and splitting loses no label.
+    the next part, and splitting loses no label, unless `omits_next`.
 
     Args:
         store: The documents.
@@ -192,6 +197,8 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
         overlength: What is done with longer documents. None: plain text is split, anything else is
             truncated. `drop` drops the whole group of a long document. The mismatched document of a
             rated answer is always truncated: its length is that of another row's answer.
+        omits_next: Leaves out the label that is the first token of the next part: a method that
+            predicts only tokens which the model reads masked has no loss there.
 
     Raises:
         UserError: A document is longer and `overlength` is `error`; or an image would be cut.
@@ -213,7 +220,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     parts_if_split = (lengths + max_length - 1) // max_length  # rounded up
     part_counts = np.where(to_split, parts_if_split, 1)
     part_counts[to_drop] = 0
-    examples = _cut_into_parts(store, part_counts, max_length)
+    examples = _cut_into_parts(store, part_counts, max_length, omits_next)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
         dropped=np.flatnonzero(to_drop),
@@ -246,7 +253,9 @@ def _say_overlong(
     )
 
 
-def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> Examples:
+def _cut_into_parts(
+    store: TokenStore, part_counts: Int64s, max_length: int, omits_next: bool
+) -> Examples:
     """Cuts each document into parts of `max_length` tokens, each of which is an example.
 
     The tokens behind the last part of a document are lost.
@@ -255,6 +264,7 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
         store: The documents.
         part_counts: int64[documents]: how many parts of each document are kept; 0: none.
         max_length: Tokens of a part; the last of a document may have fewer.
+        omits_next: As in `cut`.
     """
     document = np.repeat(np.arange(len(part_counts)), part_counts)  # [examples]
     first_example = np.cumsum(part_counts) - part_counts  # [documents]
@@ -266,7 +276,8 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
     trained = store.trained[document].astype(np.int32)
     is_partial = (remaining > max_length) | (part > 0)
     for i in np.flatnonzero(is_partial):
-        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
+        labels = store.labels[start[i] : start[i] + length[i] - omits_next]
+        trained[i] = np.count_nonzero(labels != IGNORE_INDEX)
     return Examples(
         stores=(store,),
         store=np.zeros(len(document), np.int32),
@@ -275,6 +286,7 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
         lengths=length,
         trained=trained,
         group_size=store.group_size,
+        omits_next=omits_next,
     )
 
 

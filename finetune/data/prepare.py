@@ -208,7 +208,8 @@ class StreamedBatches:
 
     def select_examples(self, store: TokenStore) -> tuple[Examples, SourceReport]:
         """Selects the examples of a block; the report names all sources, whose rows it holds."""
-        examples, report = select_examples(store, self.data.datasets[0], self.data)
+        masks = self.recipe.method_facts.masks
+        examples, report = select_examples(store, self.data.datasets[0], self.data, masks)
         origins = ", ".join(source.origin for source in self.data.datasets)
         return examples, replace(report, path=origins)
 
@@ -472,7 +473,7 @@ def batch_rows(
         [(source, row_batch)], recipe.data, tokenizer, stats, recipe.method_facts.rows
     )
     store = keep_in_memory(tokens, stats.as_json)
-    examples, report = select_examples(store, source, recipe.data)
+    examples, report = select_examples(store, source, recipe.data, recipe.method_facts.masks)
     refuse_fatal(report.findings)
     if not len(examples):
         refuse_empty(report.findings, f"{GIVEN}: none of {len(rows)} holds a token to train on")
@@ -583,11 +584,12 @@ def _read_sources(
     """
     seed = recipe.run.seed
     kind = recipe.method_facts.rows
+    masks = recipe.method_facts.masks
     source_examples = []
     reports = []
     for source in sources:
         store = open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind)
-        examples, report = select_examples(store, source, recipe.document_data)
+        examples, report = select_examples(store, source, recipe.document_data, masks)
         source_examples.append(examples)
         reports.append(report)
     mixed = mix_sources(source_examples, sources, seed) if source_examples else None
