@@ -49,6 +49,8 @@ class Examples:
     trained: Int32s  # [examples]: number of tokens with a label
     # how many consecutive examples are a group: 2 for chosen and rejected
     group_size: int = 1
+    # whether the label of an example's last position, a token of the next part, is left out
+    omits_next: bool = False
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -62,9 +64,10 @@ class Examples:
         store = self.store_of(example_id)
         start = int(self.start[example_id])
         length = int(self.lengths[example_id])
-        return Example(
-            store.input_ids[start : start + length], store.labels[start : start + length]
-        )
+        labels = store.labels[start : start + length]
+        if self.omits_next:
+            labels = np.append(labels[:-1], np.int32(IGNORE_INDEX))
+        return Example(store.input_ids[start : start + length], labels)
 
     def take(self, ids: Int64s) -> "Examples":
         """Returns the examples `ids` in that order, with new ids from 0; an id may be repeated.
@@ -173,34 +176,41 @@ def count_trained(documents: Examples | TokenStore, ids: Int64s | slice = slice(
 class Cuts:
     """What `cut` did with documents of more than max_length tokens, and how many tokens it lost."""
 
-    truncated: Int64s  # indexes of the truncated documents in the store
+    truncated: Int64s  # indexes of the truncated documents in the store, but no mismatched ones
     dropped: Int64s  # indexes of the dropped ones: all documents of a group with a long one
     split: Int64s  # indexes of those that became several examples
     tokens_lost: int
     trained_tokens_lost: int
 
 
-def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
+def cut(
+    store: TokenStore, max_length: int, overlength: Overlength | None, omits_next: bool = False
+) -> tuple[Examples, Cuts]:
     """Cuts the documents of a store into examples of at most `max_length` tokens.
 
     An example keeps the document's labels. The label of its last token is thus the first token of
-    the next part, and splitting loses no label.
+    the next part, and splitting loses no label, unless `omits_next`.
 
     Args:
         store: The documents.
         max_length: The most tokens that an example may have.
         overlength: What is done with longer documents. None: plain text is split, anything else is
-            truncated. `drop` drops the whole group of a long document.
+            truncated. `drop` drops the whole group of a long document. The mismatched document of a
+            rated answer is always truncated: its length is that of another row's answer.
+        omits_next: Leaves out the label that is the first token of the next part: a method that
+            predicts only tokens which the model reads masked has no loss there.
 
     Raises:
         UserError: A document is longer and `overlength` is `error`; or an image would be cut.
     """
     lengths = np.diff(store.starts)
-    overlong = lengths > max_length
-    if overlength == "error" and overlong.any():
-        raise UserError(_say_overlong(store, lengths, max_length))
-    _refuse_torn(store, overlong, max_length, overlength)
     size = store.group_size
+    overlong = lengths > max_length
+    if store.is_rated:
+        overlong[1::size] = False
+    if overlength == "error" and overlong.any():
+        raise UserError(_say_overlong(store, lengths, overlong, max_length))
+    _refuse_torn(store, overlong, max_length, overlength)
     in_long_group = np.repeat(overlong.reshape(-1, size).any(1), size)
     to_drop = in_long_group & (overlength == "drop")
     if overlength is None:
@@ -210,7 +220,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     parts_if_split = (lengths + max_length - 1) // max_length  # rounded up
     part_counts = np.where(to_split, parts_if_split, 1)
     part_counts[to_drop] = 0
-    examples = _cut_into_parts(store, part_counts, max_length)
+    examples = _cut_into_parts(store, part_counts, max_length, omits_next)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
         dropped=np.flatnonzero(to_drop),
@@ -221,26 +231,31 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     return examples, cuts
 
 
-def _say_overlong(store: TokenStore, lengths: Int64s, max_length: int) -> str:
+def _say_overlong(
+    store: TokenStore, lengths: Int64s, overlong: NDArray[np.bool_], max_length: int
+) -> str:
     """Writes the message that documents are too long.
 
     Args:
         store: The documents.
         lengths: int64[documents]: number of tokens.
+        overlong: bool[documents]: which are too long.
         max_length: The most tokens that are allowed.
     """
-    overlong = np.flatnonzero(lengths > max_length)
     places = np.stack([store.files[overlong], store.rows[overlong]])
     rows = np.unique(places, axis=1).shape[1]  # several documents may come from one row
     ways = "truncate, drop or split" if store.group_size == 1 else "truncate or drop"
+    first = store.where(int(np.argmax(overlong)))
     return (
-        f"{store.where(int(overlong[0]))}: more than max_length = {max_length} tokens (overlength: "
-        f"error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of "
-        f"{int(lengths.max())} tokens; raise max_length or set overlength to {ways}"
+        f"{first}: more than max_length = {max_length} tokens (overlength: error); "
+        f"{counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of "
+        f"{int(lengths[overlong].max())} tokens; raise max_length or set overlength to {ways}"
     )
 
 
-def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> Examples:
+def _cut_into_parts(
+    store: TokenStore, part_counts: Int64s, max_length: int, omits_next: bool
+) -> Examples:
     """Cuts each document into parts of `max_length` tokens, each of which is an example.
 
     The tokens behind the last part of a document are lost.
@@ -249,6 +264,7 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
         store: The documents.
         part_counts: int64[documents]: how many parts of each document are kept; 0: none.
         max_length: Tokens of a part; the last of a document may have fewer.
+        omits_next: As in `cut`.
     """
     document = np.repeat(np.arange(len(part_counts)), part_counts)  # [examples]
     first_example = np.cumsum(part_counts) - part_counts  # [documents]
@@ -260,7 +276,8 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
     trained = store.trained[document].astype(np.int32)
     is_partial = (remaining > max_length) | (part > 0)
     for i in np.flatnonzero(is_partial):
-        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
+        labels = store.labels[start[i] : start[i] + length[i] - omits_next]
+        trained[i] = np.count_nonzero(labels != IGNORE_INDEX)
     return Examples(
         stores=(store,),
         store=np.zeros(len(document), np.int32),
@@ -269,6 +286,7 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
         lengths=length,
         trained=trained,
         group_size=store.group_size,
+        omits_next=omits_next,
     )
 
 

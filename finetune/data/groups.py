@@ -24,6 +24,7 @@ from finetune.data.hosted_rows import rewrite_row
 from finetune.data.images import hash_images, read_image
 from finetune.data.messages import BadRow
 from finetune.data.preferences import (
+    find_last_answers,
     find_mismatched,
     is_empty_answer,
     join_answer,
@@ -43,9 +44,14 @@ from finetune.data.render import (
     write_images,
 )
 from finetune.data.retrieval import parse_ranked, parse_retrieval
+from finetune.data.sources import RowBatch
 from finetune.data.tokenizer import Renderer, add_variables
 
 NOT_UNICODE = "not valid Unicode: its text, or a column's name, has half of a UTF-16 surrogate pair"
+
+WAITING_BATCHES = 100  # batches of rows that may wait for an answer to a second prompt
+
+GroupBatch = tuple[DatasetSource, RowBatch, list[ParsedRow | BadRow]]
 
 
 @dataclass(slots=True)
@@ -57,29 +63,64 @@ class GroupReader:
 
     kind: RowKind
     data: Data
-    earlier: Document | None = None  # the last rated answer that was read
+    # the last rated answer that was read, and the last one to another prompt
+    answers: tuple[Document, ...] = ()
+
+    def read_batches(
+        self, batches: Iterable[tuple[DatasetSource, RowBatch]]
+    ) -> Iterator[GroupBatch]:
+        """Yields each batch of rows with its source and the groups of its rows.
+
+        What is wrong with a row is returned in its place. The first rated answers wait until an
+        answer to a second prompt is read: it may be in a later batch.
+        """
+        waiting: list[GroupBatch] = []
+        for source, batch in batches:
+            waiting.append((source, batch, self._parse(batch.rows, source)))
+            is_ready = self.kind != "ratings" or len(self.answers) > 1
+            if is_ready or len(waiting) == WAITING_BATCHES:
+                yield from map(self._complete, waiting)
+                waiting = []
+        yield from map(self._complete, waiting)
 
     def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
-        """Reads a batch of rows; what is wrong with a row is returned in its place."""
+        """Reads a batch of rows as `read_batches` does, without a later batch."""
+        return self._add_mismatched(self._parse(rows, source))
+
+    def _parse(
+        self, rows: Sequence[Row | BadRow], source: DatasetSource
+    ) -> list[ParsedRow | BadRow]:
+        """Reads the groups of a batch of rows, without mismatched documents."""
         parsed_rows = [_read_row(row, source, self.kind, self.data) for row in rows]
         if self.kind == "ratings":
-            return self._add_mismatched(parsed_rows)
+            known = reversed(self.answers)
+            self.answers = find_last_answers([*known, *_list_rated(parsed_rows)])
         return parsed_rows
+
+    def _complete(self, batch: GroupBatch) -> GroupBatch:
+        """Adds mismatched documents to the groups of a batch."""
+        source, rows, parsed_rows = batch
+        return source, rows, self._add_mismatched(parsed_rows)
 
     def _add_mismatched(self, rows: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
         """Adds to the group of each rated answer a mismatched document.
 
         It is the answer's prompt with the answer of a document of these rows to another prompt, or
-        of the last document before these rows.
+        one of `answers`. Rows without rated answers stay as they are.
         """
-        documents = [
-            group.documents[0] for row in rows if isinstance(row, ParsedRow) for group in row.groups
-        ]
-        mismatched = iter(find_mismatched(documents, self.earlier))
-        self.earlier = documents[-1] if documents else self.earlier
+        if self.kind != "ratings":
+            return rows
+        mismatched = iter(find_mismatched(_list_rated(rows), self.answers))
         return [
             row if isinstance(row, BadRow) else _complete_ratings(row, mismatched) for row in rows
         ]
+
+
+def _list_rated(rows: Iterable[ParsedRow | BadRow]) -> list[Document]:
+    """Lists the rated answers of rows."""
+    return [
+        group.documents[0] for row in rows if isinstance(row, ParsedRow) for group in row.groups
+    ]
 
 
 def render_group(

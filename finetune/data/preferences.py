@@ -7,9 +7,9 @@ what both begin with.
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 from finetune.config.methods import RATED
@@ -584,19 +584,18 @@ def have_same_prompt(first: Document, second: Document) -> bool:
 
 
 def find_mismatched(
-    documents: Sequence[Document], earlier: Document | None
+    documents: Sequence[Document], others: Sequence[Document]
 ) -> list[Document | None]:
     """Finds for each document another one that answers another prompt.
 
-    Candidates are the documents after it, then those from the first one on up to it, and last
-    `earlier`, which was read before all of them. The first that fits is taken; None if none does.
+    Candidates are the documents after it, then those from the first one on up to it, and last the
+    `others`, from other rows. The first that fits is taken; None if none does.
     """
     count = len(documents)
-    before_all = () if earlier is None else (earlier,)
     mismatched: list[Document | None] = []
     for i, document in enumerate(documents):
         others_in_circle = (documents[(i + offset) % count] for offset in range(1, count))
-        candidates = chain(others_in_circle, before_all)
+        candidates = chain(others_in_circle, others)
         mismatched.append(
             next((other for other in candidates if _can_mismatch(other, document)), None)
         )
@@ -605,8 +604,22 @@ def find_mismatched(
 
 def _can_mismatch(other: Document, document: Document) -> bool:
     """Whether `other` has a trained answer, and answers another prompt than `document`."""
-    has_answer = not isinstance(other, Conversation) or any(other.trained)
-    return has_answer and not have_same_prompt(document, other)
+    return _has_answer(other) and not have_same_prompt(document, other)
+
+
+def _has_answer(document: Document) -> bool:
+    """Whether a document has a trained answer."""
+    return not isinstance(document, Conversation) or any(document.trained)
+
+
+def find_last_answers(documents: Iterable[Document]) -> tuple[Document, ...]:
+    """Finds the last of the documents with a trained answer, and the last to another prompt.
+
+    Returns both in this order, or as many as there are.
+    """
+    answers = list(filter(_has_answer, documents))[::-1]
+    to_others = (answer for answer in answers if not have_same_prompt(answer, answers[0]))
+    return (*answers[:1], *islice(to_others, 1))
 
 
 def _train_last(conversation: Conversation) -> Conversation:

@@ -5,6 +5,7 @@ Sources become documents as tokens, these are cut into examples, and batches are
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -55,6 +56,7 @@ from finetune.data.sources import (
     interleave_sources,
 )
 from finetune.data.token_store import (
+    POLL_SECONDS,
     Tokens,
     TokenStore,
     cache_folder,
@@ -62,6 +64,7 @@ from finetune.data.token_store import (
     hash_inputs,
     keep_in_memory,
     open_or_write_store,
+    raise_failure,
     write_store,
 )
 from finetune.data.tokenizer import PLAIN
@@ -102,6 +105,9 @@ class StreamedBatches:
     kind: RowKind = "answers"  # the kind of row that the method reads
     # the `model_type` of the model that takes the images of the rows read so far; empty without any
     image_families: set[str] = field(default_factory=set)
+    # On the rank that reads, batches of rows read so far -> the reader of the next ones. At most
+    # one reader is kept, from one block to the next.
+    readers: dict[int, Iterator[tuple[DatasetSource, RowBatch, int]]] = field(default_factory=dict)
 
     @property
     def data(self) -> Data:
@@ -172,13 +178,10 @@ class StreamedBatches:
         """
         store = self.open_block_store(number, canceled)
         stats = SourceStats.from_json(store.facts)
-        examples, block_report = select_examples(store, self.data.datasets[0], self.data)
-        # A block holds rows of every source.
-        origins = ", ".join(source.origin for source in self.data.datasets)
-        report = replace(block_report, path=origins)
+        examples, report = self.select_examples(store)
         refuse_fatal(report.findings)
         if not len(examples):
-            problem = f"{origins}: no row of a block of {BLOCK_ROWS} holds a token to train on"
+            problem = f"{report.path}: no row of a block of {BLOCK_ROWS} holds a token to train on"
             refuse_empty(report.findings, problem)
         batches = self._make_batches(examples, number)
         if batches.images is not None:
@@ -194,16 +197,25 @@ class StreamedBatches:
 
     def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
         """Opens the tokens of a block. Local rank 0 writes them if they are missing."""
-        folder = self.folder / f"block-{number:06}"
 
         def write(staging: Path) -> None:
             stats = SourceStats()
             write_store(staging, self._tokenize_block(number, stats), stats.as_json)
 
-        return open_or_write_store(folder, self.world.local_rank, write, canceled)
+        return open_or_write_store(
+            self._block_folder(number), self.world.local_rank, write, canceled
+        )
+
+    def select_examples(self, store: TokenStore) -> tuple[Examples, SourceReport]:
+        """Selects the examples of a block; the report names all sources, whose rows it holds."""
+        masks = self.recipe.method_facts.masks
+        examples, report = select_examples(store, self.data.datasets[0], self.data, masks)
+        origins = ", ".join(source.origin for source in self.data.datasets)
+        return examples, replace(report, path=origins)
 
     def remove_blocks(self) -> None:
-        """Removes all blocks of this launch. Their notes stay."""
+        """Removes all blocks of this launch, and the reader. The notes of the blocks stay."""
+        self.readers.clear()
         if self.world.local_rank == 0:
             remove_tree(self.folder, ignore_errors=True)
 
@@ -226,11 +238,14 @@ class StreamedBatches:
         `stats` counts the rows, and gets the values of the block's note in `stream` at the end.
         """
         runs_before = 0 if number == 0 else self._read_note(number - 1).runs
+        reader = self.readers.pop(runs_before, None)
+        if reader is None:  # after a restart: the rows of earlier blocks are read and skipped
+            reader = interleave_sources(self.data.datasets, runs_before)
         passes: list[int] = []  # full passes over every source so far, at each run of the block
 
         def read_block() -> Iterator[tuple[DatasetSource, RowBatch]]:
             rows = 0
-            for source, batch, full_passes in interleave_sources(self.data.datasets, runs_before):
+            for source, batch, full_passes in reader:
                 passes.append(full_passes)
                 rows += len(batch.rows)
                 yield source, batch
@@ -238,12 +253,16 @@ class StreamedBatches:
                     return
 
         yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, self.kind)
-        stats.stream = {"runs": runs_before + len(passes), "epoch": passes[-1]}
+        runs = runs_before + len(passes)
+        stats.stream = {"runs": runs, "epoch": passes[-1]}
+        self.readers.clear()
+        self.readers[runs] = reader
 
     def _find_block(self, step: int) -> tuple[int, int, int]:
         """Returns (number of the block with step `step`, its first step, its first example).
 
-        All numbers are 0-based and those of the whole run.
+        All numbers are 0-based and those of the whole run. Blocks that were made for their notes
+        are removed.
         """
         block = 0
         first_step = 0
@@ -252,30 +271,44 @@ class StreamedBatches:
             note = self._read_note(block)
             if step < first_step + note.steps:
                 return block, first_step, first_example
+            self._remove_block(block)
             block = block + 1
             first_step = first_step + note.steps
             first_example = first_example + note.examples
 
     def _read_note(self, number: int) -> Note:
-        """Reads the note of a block. If it is missing or damaged, the block itself is opened."""
-        with suppress(FileNotFoundError, UnicodeDecodeError):
-            checksum, _, text = self._note_file(number).read_text(encoding="utf-8").partition("\n")
-            if checksum == xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
-                return Note(**json.loads(text))
-        _, note, _ = self.open_block(number)
-        return note
+        """Reads the note of a block.
+
+        If the note is missing or damaged, local rank 0 makes the block to write the note, and the
+        other ranks wait. They do not open the block, which may be removed before.
+        """
+        while True:
+            with suppress(FileNotFoundError, UnicodeDecodeError):
+                written = self._note_file(number).read_text(encoding="utf-8")
+                checksum, _, text = written.partition("\n")
+                if checksum == xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
+                    return Note(**json.loads(text))
+            if self.world.local_rank == 0:
+                _, made_note, _ = self.open_block(number)
+                return made_note
+            raise_failure(self._block_folder(number))
+            time.sleep(POLL_SECONDS)
+
+    def _block_folder(self, number: int) -> Path:
+        """Returns the folder of a block's tokens."""
+        return self.folder / f"block-{number:06}"
 
     def _note_file(self, number: int) -> Path:
         """Returns the file of a block's note, beside the folders of all launches."""
         return self.folder.parent / f"block-{number:06}.json"
 
     def _remove_block(self, number: int) -> None:
-        """Removes a block that every rank has opened; does nothing for a negative number.
+        """Removes a block that no rank opens any more; does nothing for a negative number.
 
         A rank that still reads the block is not disturbed, because the files are memory-mapped.
         """
         if number >= 0 and self.world.local_rank == 0:
-            remove_tree(self.folder / f"block-{number:06}", ignore_errors=True)
+            remove_tree(self._block_folder(number), ignore_errors=True)
 
 
 def open_stream(
@@ -440,7 +473,7 @@ def batch_rows(
         [(source, row_batch)], recipe.data, tokenizer, stats, recipe.method_facts.rows
     )
     store = keep_in_memory(tokens, stats.as_json)
-    examples, report = select_examples(store, source, recipe.data)
+    examples, report = select_examples(store, source, recipe.data, recipe.method_facts.masks)
     refuse_fatal(report.findings)
     if not len(examples):
         refuse_empty(report.findings, f"{GIVEN}: none of {len(rows)} holds a token to train on")
@@ -468,9 +501,7 @@ def preview_data(
         train, _, report = _read_stored(recipe, tokenizer, world)
         return train, report
     stream = open_stream(recipe, tokenizer, world)
-    examples, source = select_examples(
-        stream.open_block_store(0), recipe.data.datasets[0], recipe.data
-    )
+    examples, source = stream.select_examples(stream.open_block_store(0))
     stream.remove_blocks()  # the open store stays readable, because it is memory-mapped
     if not len(examples):
         problem = f"{recipe.place_of('datasets')}: datasets: nothing is left of the first block"
@@ -553,11 +584,12 @@ def _read_sources(
     """
     seed = recipe.run.seed
     kind = recipe.method_facts.rows
+    masks = recipe.method_facts.masks
     source_examples = []
     reports = []
     for source in sources:
         store = open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind)
-        examples, report = select_examples(store, source, recipe.document_data)
+        examples, report = select_examples(store, source, recipe.document_data, masks)
         source_examples.append(examples)
         reports.append(report)
     mixed = mix_sources(source_examples, sources, seed) if source_examples else None

@@ -126,8 +126,10 @@ def tokenize_rows(
         ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool,
     ):
         try:
-            for source, batch in batches:
-                documents, places = _render_batch(batch, source, data, renderer, stats, reader)
+            for source, batch, parsed_rows in reader.read_batches(batches):
+                documents, places = _render_batch(
+                    batch, parsed_rows, source, data, renderer, stats, kind
+                )
                 pending.append(
                     (documents, places, pool.submit(tokenize, documents, places, encoder))
                 )
@@ -171,13 +173,16 @@ def _without_tokenizer_threads() -> Iterator[None]:
 
 def _render_batch(
     batch: RowBatch,
+    parsed_rows: Sequence[ParsedRow | BadRow],
     source: DatasetSource,
     data: Data,
     renderer: Renderer,
     stats: SourceStats,
-    reader: GroupReader,
+    kind: RowKind,
 ) -> tuple[list[RenderedText], Places]:
     """Renders the usable rows of a batch, and counts usable and unusable rows in `stats`.
+
+    `parsed_rows`: the groups of each row, or what is wrong with the row.
 
     Returns:
         The rendered documents, and the place (file, row) of each.
@@ -191,9 +196,7 @@ def _render_batch(
     documents: list[RenderedText] = []
     places: Places = []
     problems: dict[str, str] = {}  # place of a row -> what is wrong with it
-    for number, row, parsed in zip(
-        batch.numbers, batch.rows, reader.read(batch.rows, source), strict=True
-    ):
+    for number, row, parsed in zip(batch.numbers, batch.rows, parsed_rows, strict=True):
         where = name_place(batch.file, number)
         try:
             texts, findings = _render_row(parsed, batch.file, source, renderer)
@@ -207,7 +210,7 @@ def _render_batch(
         places += [(file, number)] * len(texts)
         for name in findings:
             stats.tally.add(name, [where])
-        _count_images_unread(row, parsed, where, reader.kind, renderer, stats)
+        _count_images_unread(row, parsed, where, kind, renderer, stats)
         _count_row(row, parsed, file, where, stats)
         unread_keys = _list_unread_keys(parsed, renderer_of_source(renderer, source))
         count_columns(stats.unused_columns, dict.fromkeys(unread_keys, 1))

@@ -268,11 +268,12 @@ def _resolve_slices(
         return
     import datasets
 
-    sizes = {
-        file: count_rows(file, Path(file).stat().st_mtime_ns)
-        for name in names
-        for file in splits[name]
-    }
+    sizes: dict[str, int] = {}
+    for name in names:
+        uncounted = _find_last_bound(source.split)
+        for file in splits[name]:
+            sizes[file] = count_rows(file, Path(file).stat().st_mtime_ns, uncounted)
+            uncounted -= sizes[file]
     split_sizes = {name: sum(sizes[file] for file in splits[name]) for name in names}
     try:
         slices = datasets.ReadInstruction.from_spec(source.split).to_absolute(split_sizes)
@@ -290,14 +291,29 @@ def _resolve_slices(
             rows_before += sizes[file]
 
 
+def _find_last_bound(split: str) -> int:
+    """Returns how many rows of a split must be counted to know the rows of its slices.
+
+    >>> _find_last_bound("train[:1000]"), _find_last_bound("train[5:20]+test[:10]")
+    (1000, 20)
+    >>> _find_last_bound("train[:10%]+test[:10]") == _find_last_bound("train[5:]") == sys.maxsize
+    True
+    """
+    parts = split.split("+")
+    matches = [re.fullmatch(r"\s*[\w.-]+\[(\d*):(\d+)\]\s*", part) for part in parts]
+    bounds = [int(bound or 0) for match in matches if match for bound in match.groups()]
+    has_other_slices = None in matches
+    return sys.maxsize if has_other_slices else max(bounds)
+
+
 @cache
-def count_rows(file: str, modified_ns: int) -> int:
-    """Counts the rows of a file, unusable rows included.
+def count_rows(file: str, modified_ns: int, most: int = sys.maxsize) -> int:
+    """Counts the rows of a file, unusable rows included, up to `most`.
 
     `modified_ns`: the file's modification time. It is part of the cache's key, so a changed file is
     counted again.
     """
-    return sum(1 for _ in read_file(file))
+    return sum(1 for _ in islice(read_file(file), most))
 
 
 def load_hub_rows(source: DatasetSource, streaming: bool) -> Any:

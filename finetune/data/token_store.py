@@ -297,8 +297,9 @@ def _open_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any
 
 # The version of how rows become tokens, and of a store's files. It is raised when the same rows
 # give other tokens or files, so that stores of earlier versions are not found.
-VERSION = 25
+VERSION = 26
 POLL_SECONDS = 0.1  # between two looks for a store that another process writes
+DAMAGE_SECONDS = 60.0  # after which a damaged store is no longer expected to be replaced
 
 
 def cache_folder(data: Data) -> Path:
@@ -392,12 +393,40 @@ def open_or_write_store(
                 _remove_damaged(folder)
         publish_store(folder, write)
         return open_store(folder)
+    return _open_when_written(folder, canceled)
+
+
+def _open_when_written(folder: Path, canceled: Event | None) -> TokenStore:
+    """Opens the store in `folder` once local rank 0 has written it.
+
+    A damaged store is tried again: local rank 0 finds the same damage and replaces the store.
+
+    Raises:
+        DamagedStore: The same folder was still damaged DAMAGE_SECONDS later. Only this rank finds
+            the damage, as in an image that has changed meanwhile.
+        UserError: As in `wait_for_store`.
+    """
+    damaged_folder = None  # the time of its last change, by which a replaced one is told apart
+    damaged_since = 0.0
     while True:
         wait_for_store(folder, canceled)
+        tried_folder = _find_time(folder)
         try:
             return open_store(folder)
-        except DamagedStore:  # local rank 0 finds the same damage and replaces the store
+        except DamagedStore:
+            if tried_folder != damaged_folder:
+                damaged_folder = tried_folder
+                damaged_since = time.monotonic()
+            elif time.monotonic() - damaged_since > DAMAGE_SECONDS:
+                raise
             time.sleep(POLL_SECONDS)
+
+
+def _find_time(folder: Path) -> int | None:
+    """Returns when the folder's list of files last changed, in ns; None if there is no folder."""
+    with suppress(FileNotFoundError):
+        return folder.stat().st_mtime_ns
+    return None
 
 
 def publish_store(folder: Path, write: Callable[[Path], None]) -> None:
@@ -431,15 +460,20 @@ def wait_for_store(folder: Path, canceled: Event | None) -> None:
 
     Raises `UserError` if local rank 0 has left a note of its failure, or once `canceled` is set.
     """
-    failure = _name_failure_file(folder)
-    # An older note is of an earlier run.
-    started = psutil.Process().create_time()
     while not folder.exists():
-        if failure.exists() and failure.stat().st_mtime >= started:
-            raise UserError(failure.read_text())
+        raise_failure(folder)
         if canceled is not None and canceled.is_set():
             raise UserError(f"{folder}: the wait for it was canceled")
         time.sleep(POLL_SECONDS)
+
+
+def raise_failure(folder: Path) -> None:
+    """Raises `UserError` if local rank 0 has left a note that it could not write the folder."""
+    failure = _name_failure_file(folder)
+    # An older note is of an earlier run.
+    started = psutil.Process().create_time()
+    if failure.exists() and failure.stat().st_mtime >= started:
+        raise UserError(failure.read_text())
 
 
 def _remove_damaged(folder: Path) -> None:

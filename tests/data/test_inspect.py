@@ -5,6 +5,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -176,9 +177,12 @@ def test_a_stream_shows_its_first_block(
     monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 64)
     with recipe.open("a") as file:
         file.write("streaming: true\nmax_steps: 3\n")
-    assert main(["inspect", "--recipe", str(recipe), "--rows", "1"]) == 0
+    shutil.copy(recipe.parent / "a.jsonl", recipe.parent / "b.jsonl")
+    both = "datasets=[{path: a.jsonl}, {path: b.jsonl}]"
+    assert main(["inspect", "--recipe", str(recipe), "--rows", "1", both]) == 0
     shown = capsys.readouterr().out
     assert "example 0, a.jsonl:1" in shown and "examples" in shown
+    assert "\na.jsonl, b.jsonl: " in shown
     assert not list((recipe.parent / "cache").rglob("block-000000"))
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 from finetune.config.reader import read_recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.readers import NumberedRow
+from finetune.data.sources import read_file
 from finetune.data.tokenizer import PLAIN, load_tokenizer
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer, slow_but
@@ -273,6 +275,22 @@ def test_sources_are_mixed_by_weight_the_same_way_every_time(
     assert {texts[i][len("<|begin|><|user|>")] for i in first_rows} == {"a", "b"} or len(
         first_rows
     ) < 4
+
+
+def test_no_row_behind_a_slice_is_parsed(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
+
+    def note_rows(path: str) -> Iterator[NumberedRow]:
+        for number, row in read_file(path):
+            parsed.append(number)
+            yield number, row
+
+    monkeypatch.setattr("finetune.data.sources.read_file", note_rows)
+    path = write_lines(tmp_path / "a.jsonl", [chat(f"Q{i}", "A") for i in range(20)])
+    prepared = prepare([{"path": str(path), "split": "train[2:4]+train[6:8]"}])
+    assert prepared.report.examples == 4 and max(parsed) == 8
 
 
 def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path) -> None:

@@ -99,9 +99,9 @@ def test_a_mismatched_answer_is_the_next_to_another_prompt() -> None:
         Completion(prompt, answer)
         for prompt, answer in (("P", "1"), ("P", "2"), ("R", "3"), ("S", "4"))
     )
-    assert find_mismatched([a, b, c, d], None) == [c, c, d, a]
-    assert find_mismatched([a, b], None) == [None, None] and find_mismatched([a, b], c) == [c, c]
-    assert find_mismatched([a], b) == [None]
+    assert find_mismatched([a, b, c, d], []) == [c, c, d, a]
+    assert find_mismatched([a, b], []) == [None, None] and find_mismatched([a, b], [c]) == [c, c]
+    assert find_mismatched([a], [b]) == [None] and find_mismatched([a], [b, d]) == [d]
     turns = Conversation(
         ({"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}), (False, True)
     )
@@ -229,6 +229,41 @@ def test_mismatched_answers_reach_over_batches_of_rows_and_pairs_are_taken_apart
         UserError, match="label_column has no effect with method: dpo; it is for kto"
     ):
         prepare([{"path": alone, "label_column": "x"}], method="dpo")
+
+
+def test_the_first_answers_wait_for_one_to_another_prompt(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a later file, and where a block of a stream begins with the last rows of a file."""
+    for i, question in enumerate(("P", "P", "R", "R")):
+        row = chat(question, f"A{i}") | {"label": True}
+        write_lines(tmp_path / f"part-{i}.jsonl", [row])
+    found = texts(prepare([{"path": str(tmp_path / "part-*.jsonl")}], method="kto"))
+    assert [answer.removesuffix("<|end|>") for _, answer in found[1::2]] == ["A2", "A2", "A1", "A1"]
+    monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 8)
+    monkeypatch.setattr("finetune.data.sources.TURN_ROWS", 8)
+    rows = [chat(f"Q{i}", f"A{i}") | {"label": True} for i in range(9)]
+    source = {"path": str(write_lines(tmp_path / "nine.jsonl", rows))}
+    adapters = {"use_peft": True, "model_config": None, "model_name_or_path": "some/model"}
+    keys = adapters | {"streaming": True, "max_steps": 4, "global_batch_size": 8}
+    steps = list(prepare([source], method="kto", packing=False, **keys).train.batches())
+    assert [step.groups for step in steps] == [8, 8, 1, 8]  # the second block has 1 + 8 rows
+
+
+def test_a_rated_answer_is_as_long_as_itself_not_as_its_mismatched_one(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    rows = [chat(f"Q{i}", "long " * 20 * (i % 2) + "A") | {"label": True} for i in range(4)]
+    sources = [{"path": str(write_lines(tmp_path / "a.jsonl", rows))}]
+    dropped = prepare(sources, method="kto", overlength="drop")
+    assert [len(answer) for _, answer in texts(dropped)[::2]] == [len("A<|end|>")] * 2
+    (finding,) = [found for found in dropped.report.findings if found.name == "dropped"]
+    assert finding.rows == 2
+    cut = prepare(sources, method="kto", overlength="truncate")
+    (finding,) = [found for found in cut.report.findings if found.name == "truncated"]
+    assert finding.rows == 2
+    with pytest.raises(UserError, match=r"a\.jsonl:2: more than max_length = .* 2 rows are"):
+        prepare(sources, method="kto", overlength="error")
 
 
 def test_prompts_come_from_good_answers_and_a_stream_has_ratings(

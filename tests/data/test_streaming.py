@@ -5,6 +5,7 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -18,7 +19,7 @@ from finetune.data import prepare as streaming
 from finetune.data.data_report import Report, StreamReport
 from finetune.data.findings import Finding, Tally
 from finetune.data.prepare import PreparedData, StreamedBatches, open_stream
-from finetune.data.sources import interleave_sources
+from finetune.data.sources import RowBatch, interleave_sources, read_rows
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.data.world import Rank
@@ -105,6 +106,37 @@ def test_the_sequence_is_the_same_on_any_ranks_and_after_any_stop(
             for shares in together
         ]
         assert steps == [Counter(step) for step in truth[start:]]
+
+
+def test_rows_are_parsed_once_and_those_before_a_restart_once_more(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
+
+    def count_rows(*arguments: Any, **options: Any) -> Iterator[RowBatch]:
+        for batch in read_rows(*arguments, **options):
+            parsed.append(len(batch.rows))
+            yield batch
+
+    monkeypatch.setattr("finetune.data.sources.read_rows", count_rows)
+    reports: list[Any] = []
+    list(stream().batches(on_report=lambda report, _: reports.append(report)))
+    rows_of_blocks = reports[-1].counts["rows_read"]
+    assert len(reports) > 3 and sum(parsed) == rows_of_blocks > 300
+    parsed.clear()
+    list(stream().batches(25))
+    assert sum(parsed) == rows_of_blocks
+
+
+def test_blocks_that_are_made_for_their_notes_do_not_stay(stream: Stream) -> None:
+    """The other ranks of the machine wait for the notes."""
+    first, second = stream(0, 2), stream(1, 2)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second._find_block, 25)
+        found = first._find_block(25)
+        assert waiting.result(timeout=30) == found
+    block, _, _ = found
+    assert block > 1 and [path.name for path in first.folder.iterdir()] == [f"block-{block:06}"]
 
 
 def test_a_damaged_note_is_not_used(stream: Stream, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.prepare import open_cached_store
 from finetune.data.sources import hash_content, hash_file
-from finetune.data.token_store import cache_key
+from finetune.data.token_store import DamagedStore, cache_key, open_store
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.ranks import launch_ranks, start_ranks
@@ -139,6 +139,30 @@ def test_a_damaged_store_is_written_again(
         said = capfd.readouterr().err
         assert name in said and "the rows are tokenized again" in said
         assert list((tmp_path / "c").iterdir()) == [folder]
+
+
+def test_damage_that_one_rank_alone_finds_ends_its_wait(
+    rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Local rank 0, which would write the store again, has found no damage and gone on."""
+    source = DatasetSource(path=str(rows))
+    data = Data(dataset_cache_dir=str(tmp_path / "c"))
+    tokenizer = make_tokenizer()
+    open_cached_store(source, data, tokenizer, 0)
+    (folder,) = (tmp_path / "c").iterdir()
+    flip_bit(folder / "labels.bin")
+    monkeypatch.setattr("finetune.data.token_store.DAMAGE_SECONDS", 0.3)
+    tries = []
+
+    def open_at_most_20_times(folder: Path) -> Any:
+        tries.append(folder)
+        assert len(tries) <= 20
+        return open_store(folder)
+
+    monkeypatch.setattr("finetune.data.token_store.open_store", open_at_most_20_times)
+    with pytest.raises(DamagedStore, match=r"labels\.bin: damaged"):
+        open_cached_store(source, data, tokenizer, 1)
+    assert len(tries) > 2
 
 
 def test_what_a_living_process_is_writing_stays(rows: Path, tmp_path: Path) -> None:

@@ -15,11 +15,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
 
 import finetune
+from finetune.config.reader import read_recipe
 from finetune.data.examples import make_generator
-from finetune.data.packing import make_filler
-from finetune.data.tokenizer import find_mask_id
+from finetune.data.packing import StoredBatches, make_filler
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenizer import find_mask_id, load_tokenizer
+from finetune.distributed.world import alone
 from finetune.errors import UserError
 from finetune.inference.inputs import find_model, refuse_other_use
 from finetune.models import attention_kernels
@@ -286,6 +290,34 @@ def masked_loss(_recipe: Any, tokenizer: Any, model: Any, example: Any, number: 
     logits = model(input_ids=noisy[None], attention_mask=full_mask(len(ids)), use_cache=False).logits[0]  # fmt: skip
     losses = F.cross_entropy(logits[:-1], ids[1:], reduction="none")[is_masked[1:]]
     return losses.sum()[None] / p
+
+
+def test_a_part_of_a_text_is_divided_by_the_tokens_that_can_be_masked(recipes: dict[str, Path], tmp_path: Path) -> None:  # fmt: skip
+    """Equation 3 by hand: n - 1 tokens of a part of n, because the first is never masked."""
+    text = tmp_path / "long.jsonl"
+    text.write_text(json.dumps({"text": "word " * 30}) + "\n")
+    recipe = read_recipe(str(recipes["packed"]), [f"datasets=[{{path: {text}}}]", "max_length=16"])
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    train = prepare_data(recipe, tokenizer, alone()).train
+    assert isinstance(train, StoredBatches)
+    batch = train.step_batch(0)
+    model = AutoModelForCausalLM.from_pretrained(recipe.model.model_name_or_path)
+    ids = train.examples.stores[0].input_ids
+    numbers = [number for batch_ in batch.micro_batches for number in batch_.example_ids]
+    parts = [ids[16 * number : 16 * number + 16] for number in numbers]
+    by_hand = torch.zeros(())
+    for number, part in zip(numbers, parts, strict=True):
+        example = SimpleNamespace(input_ids=part, labels=np.append(part[1:], -100))
+        by_hand = by_hand + masked_loss(recipe, tokenizer, model, example, number, 0).sum()
+    by_hand = by_hand / sum(len(part) - 1 for part in parts)
+    objective = MaskedDiffusion(find_mask_id(tokenizer, "<|system|>"), EPS, SEED)
+    ours(model)
+    losses = [
+        objective.measure(model, micro_batch, micro_batch.inputs, batch).loss_sum
+        for micro_batch in batch.micro_batches
+    ]
+    loss = torch.stack(losses).sum() / objective.count(batch)
+    assert len(parts) > 2 and loss.item() == pytest.approx(by_hand.item(), rel=1e-6)
 
 
 Steps = list[tuple[float, list[float], float]]

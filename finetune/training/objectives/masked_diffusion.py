@@ -90,7 +90,7 @@ class MaskedDiffusion(Objective):
         for example_id, row, tokens in micro_batch.locate_documents():
             random = make_generator(self.seed, f"mask {noise}", example_id)
             probability = self.mask_eps + (1 - self.mask_eps) * random.random()
-            # The last position's label is not in the document, and the first token is no label.
+            # The last position has no label (`Examples.omits_next`), and the first token is none.
             labeled = row, slice(tokens.start, tokens.stop - 1)
             is_token_drawn = random.random(tokens.stop - tokens.start) < probability
             is_label_drawn[labeled] = is_token_drawn[1:]
