@@ -301,6 +301,7 @@ def _choose_placement() -> dict[str, Any]:
 def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     """Loads an adapter from a PEFT folder, and its base. The two are not merged."""
     from peft import PeftModel
+    from transformers import GenerationConfig
 
     config = load_json(folder / ADAPTER_CONFIG)
     check_adapter_config(config, str(folder / ADAPTER_CONFIG))
@@ -314,6 +315,9 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     with _as_user_error(str(folder), "its adapter"), warnings.catch_warnings():
         # peft reads an attribute that transformers is about to rename
         warnings.simplefilter("ignore", FutureWarning)
+        if (folder / GENERATION_FILE).is_file():
+            # it also has the recipe's eot_tokens
+            model.generation_config = GenerationConfig.from_pretrained(folder)
         return PeftModel.from_pretrained(model, folder)
 
 
@@ -363,14 +367,8 @@ def _grow_vocabulary(model: Any, folder: Path) -> None:
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
     """Exports the adapter of a checkpoint to `folder`, and loads it from there, with its base."""
-    from transformers import GenerationConfig
-
     export_source(source, folder, ExportOptions(model=False, verify=False), log=lambda _: None)
-    model = _load_adapter(folder, replace(options, base_model=source.base_model))
-    if (source.description / GENERATION_FILE).is_file():
-        # it also has the recipe's eot_tokens
-        model.generation_config = GenerationConfig.from_pretrained(source.description)
-    return model
+    return _load_adapter(folder, replace(options, base_model=source.base_model))
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:

@@ -144,6 +144,28 @@ def test_a_lora_run_needs_neither_export_nor_merge(
         moved.rename(base)
 
 
+def test_an_adapter_stops_where_its_checkpoint_does_and_so_does_what_it_is_merged_into(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    """At the recipe's eot_tokens too, of which the base's generation_config.json has none."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer, GenerationConfig
+
+    adapter = shutil.copytree(lora_run / "adapter", tmp_path / "copied")
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    eot_id = tokenizer.convert_tokens_to_ids("<|user|>")
+    expected = GenerationConfig.from_pretrained(lora_run / "export").eos_token_id
+    assert expected == [eot_id, tokenizer.eos_token_id]
+    for place in (adapter, lora_run / "checkpoints" / f"step-{LORA_STEPS:08d}"):
+        loaded = load_inference_model(find_model(str(place)), LoadOptions(), print)
+        assert loaded.model.generation_config.eos_token_id == expected
+    merge = ["export", str(adapter), "--no-verify", "--format", "safetensors,gguf", "--output"]
+    assert main([*merge, str(tmp_path / "merged")]) == 0
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == expected
+    (file,) = (tmp_path / "merged").glob("*.gguf")
+    assert GGUFReader(file).fields["tokenizer.ggml.eot_token_id"].contents() == eot_id
+
+
 def test_a_qlora_run_says_in_which_form_its_base_is_loaded(
     lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ from finetune.export.formats.gguf_tokenizer import (
     write_tokenizer,
 )
 from finetune.export.logits import CheckpointLogits, Logits, make_prompts
+from finetune.export.metadata import find_ends
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
@@ -168,7 +169,11 @@ def plan_gguf(
     notes = list(check_config(config, where))
     tokenizer = _load_tokenizer(source, options)
     vocabulary = describe_tokenizer(
-        tokenizer, config.vocab_size, source.tokenizer, options["gguf_pre_tokenizer"]
+        tokenizer,
+        config.vocab_size,
+        source.tokenizer,
+        options["gguf_pre_tokenizer"],
+        find_ends(source, target),
     )
     if weights.account.carried:
         carried = counted(len(weights.account.carried), "tensor")
