@@ -12,13 +12,12 @@ from finetune.constants import (
     GENERATION_FILE,
     PROCESSOR_FILES,
     TOKENIZER_CONFIG,
-    TOKENIZER_FILE,
 )
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, render_card
 from finetune.export.publish import ExportOptions
 from finetune.export.sentence_transformer import describe_sentence_transformer, is_embedder
-from finetune.export.source import Source
+from finetune.export.source import Source, has_vocabulary
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
@@ -167,8 +166,8 @@ def _copy_files(patterns: Iterable[str], description: Path, folder: Path) -> Non
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether `folder` has a tokenizer_config.json or a tokenizer.json."""
-    return (folder / TOKENIZER_CONFIG).exists() or (folder / TOKENIZER_FILE).exists()
+    """Whether `folder` has a tokenizer's settings or its vocabulary."""
+    return (folder / TOKENIZER_CONFIG).exists() or has_vocabulary(folder)
 
 
 def has_chat_template(folder: Path) -> bool:

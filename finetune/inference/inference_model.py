@@ -29,7 +29,7 @@ from finetune.errors import UserError, on_one_line
 from finetune.export.export import export_source
 from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.publish import ExportOptions
-from finetune.export.source import Source, find_base, open_source
+from finetune.export.source import Source, find_base, has_vocabulary, open_source
 from finetune.export.target import Value, cast_rows, describe_target, row_blocks
 from finetune.export.write import plan_weights
 from finetune.files.json_files import load_json
@@ -336,7 +336,7 @@ def _find_base(folder: Path, options: LoadOptions) -> Path:
 
 def _find_tokenizer(folder: Path, options: LoadOptions) -> Path:
     """Returns the folder with the tokenizer of the adapter in `folder`: its own, or its base's."""
-    if has_tokenizer(folder):
+    if has_vocabulary(folder):
         return folder
     base = _find_base(folder, options)
     checkpoint = find_checkpoint_of(base)

@@ -204,6 +204,21 @@ def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path:
     assert loaded.has_adapter
 
 
+def test_an_adapter_with_settings_and_no_vocabulary_is_asked_with_its_bases_tokenizer(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """So it is exported, too."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, adapter = tiny_llama(), tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    shutil.copy(base / "tokenizer_config.json", adapter)
+    loaded = load_inference_model(find_model(str(adapter)), LoadOptions(), print)
+    assert loaded.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
+
+
 def test_an_adapter_of_the_hub_as_peft_saves_it(
     tiny_llama: Callable[..., Path],
     tmp_path: Path,
