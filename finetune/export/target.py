@@ -171,7 +171,7 @@ def describe_target(
             "unquantized model"
         )
     model: Any = _build_model(folder, trust_remote_code)
-    tokens = _count_tokens(model, adapter)
+    tokens = count_tokens(model, adapter)
     if tokens is not None:
         _set_vocabulary(config_json, tokens)
         model = _build_model(folder, trust_remote_code, tokens=tokens)
@@ -208,11 +208,15 @@ def _set_vocabulary(config_json: dict[str, Any], tokens: int) -> None:
         config_json["vocab_size"] = tokens
 
 
-def _count_tokens(model: Any, adapter: Mapping[str, Shape]) -> int | None:
+def count_tokens(model: Any, adapter: Mapping[str, Shape]) -> int | None:
     """Counts the rows of the embedding in an adapter that was trained on another vocabulary.
 
-    PEFT saves the embedding with an adapter if tokens were added to the base. Returns None if the
-    adapter has no embedding, or one of as many tokens as `model`.
+    PEFT saves the embedding with an adapter if the base was resized. Returns None if the adapter
+    has no embedding, or one of as many tokens as `model`.
+
+    Args:
+        model: The adapter's base, a model of transformers.
+        adapter: The shapes of the adapter's tensors by name.
     """
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)

@@ -30,7 +30,7 @@ from finetune.export.export import export_source
 from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Source, find_base, has_vocabulary, open_source
-from finetune.export.target import Value, cast_rows, describe_target, row_blocks
+from finetune.export.target import Value, cast_rows, count_tokens, describe_target, row_blocks
 from finetune.export.write import plan_weights
 from finetune.files.json_files import load_json
 from finetune.files.network import hub_error
@@ -311,7 +311,7 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
             "is merged"
         )
     model = _load_base(_find_base(folder, options), options)
-    _grow_vocabulary(model, folder)
+    _resize_vocabulary(model, folder)
     with _as_user_error(str(folder), "its adapter"), warnings.catch_warnings():
         # peft reads an attribute that transformers is about to rename
         warnings.simplefilter("ignore", FutureWarning)
@@ -352,16 +352,12 @@ def _load_base(folder: Path, options: LoadOptions) -> Any:
         return _load_source(open_source(checkpoint), Path(temporary) / "model", options)
 
 
-def _grow_vocabulary(model: Any, folder: Path) -> None:
-    """Makes room in the base for the tokens that training added, if the adapter has more."""
-    embedding = model.get_input_embeddings()
-    name = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
-    adapter = {peft_name(stored): tensor for stored, tensor in read_folder(folder).items()}
-    if name not in adapter:
-        return
-    tokens = adapter[name].shape[0]
-    if tokens > embedding.weight.shape[0]:
-        # No mean values for the new rows: the adapter has their values.
+def _resize_vocabulary(model: Any, folder: Path) -> None:
+    """Gives the base as many tokens as the adapter in `folder` has, if that has an embedding."""
+    shapes = {peft_name(name): tensor.shape for name, tensor in read_folder(folder).items()}
+    tokens = count_tokens(model, shapes)
+    if tokens is not None:
+        # No mean values for new rows: the adapter has their values.
         model.resize_token_embeddings(tokens, mean_resizing=False)
 
 

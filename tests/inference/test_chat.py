@@ -182,23 +182,30 @@ def test_a_qlora_run_says_in_which_form_its_base_is_loaded(
     assert loaded in capsys.readouterr().err
 
 
-def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "keys"),
+    [
+        (272, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (256, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (272, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    ],
+    ids=["more", "fewer", "adapted"],
+)
+def test_an_adapter_of_another_vocabulary(
+    tokens: int, keys: dict[str, Any], tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base, adapter = tiny_llama(), tmp_path / "adapter"
     model = AutoModelForCausalLM.from_pretrained(base)
-    model.resize_token_embeddings(272)
-    config = LoraConfig(
-        target_modules=["q_proj"],
-        modules_to_save=["embed_tokens", "lm_head"],
-        task_type="CAUSAL_LM",
-    )
+    model.resize_token_embeddings(tokens)
+    config = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | keys)
     trained = get_peft_model(model, config)
     trained.save_pretrained(adapter)
     AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
     loaded = load_inference_model(find_model(str(adapter)), LoadOptions(), print)
-    ids = torch.tensor([[5, 270, 7]])
+    ids = torch.tensor([[5, tokens - 2, 7]])
     with torch.inference_mode():
         assert torch.equal(loaded.model(ids).logits, trained.eval()(ids).logits)
     assert loaded.has_adapter
