@@ -440,8 +440,8 @@ def _plan_adapter(
 ) -> AdapterPlan:
     """Plans the files of the source's adapter, one for each requested type; by default f32.
 
-    Raises `UserError` if llama.cpp would apply a different adapter: it knows only the factors A and
-    B of linear layers.
+    Raises `UserError` if llama.cpp would apply a different adapter, or none: it knows only the
+    factors A and B of linear layers, and no output head that is tied to the embedding.
     """
     adapter = source.adapter
     where = str(source.path)
@@ -449,6 +449,11 @@ def _plan_adapter(
     assert adapter is not None
     config = model.config.get_text_config()
     _refuse_unknown_adapter(adapter, options, where)
+    if target.untied:
+        raise UserError(
+            f"{where}: {next(iter(target.untied))}: adapted, but a GGUF of this base has no such "
+            "tensor, since it is tied to the embedding; export the merged model as GGUF"
+        )
     modules = [name.removesuffix(A_END) for name in adapter.tensors if name.endswith(A_END)]
     scales = {module: find_scale(adapter.config, module, where) for module in modules}
     alpha = _find_common_alpha(scales.values())
