@@ -40,7 +40,7 @@ from finetune.export.publish import (
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.sentence_transformer import is_embedder, is_reranker
 from finetune.export.source import Source, open_source
-from finetune.export.target import TargetModel, describe_target
+from finetune.export.target import TargetModel, describe_target, find_main_rope
 from finetune.export.values import refuse_idle
 from finetune.export.verify import start_logits, start_verification
 from finetune.export.vllm_names import has_other_names
@@ -367,7 +367,7 @@ def _find_folder_commands(
     config = target.config_json
     model_type = str(config.get("model_type"))
     kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
-    rope = config.get("rope_parameters") or {}
+    rope = find_main_rope(config)
     # mlx-lm ignores YaRN's attention_factor, and fails on LongRoPE.
     has_mlx_rope = not {"attention_factor", "long_factor"} & rope.keys()
     return _list_model_commands(

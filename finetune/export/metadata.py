@@ -12,13 +12,12 @@ from finetune.constants import (
     GENERATION_FILE,
     PROCESSOR_FILES,
     TOKENIZER_CONFIG,
-    TOKENIZER_FILE,
 )
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, render_card
 from finetune.export.publish import ExportOptions
 from finetune.export.sentence_transformer import describe_sentence_transformer, is_embedder
-from finetune.export.source import Source
+from finetune.export.source import Source, has_vocabulary
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
@@ -86,6 +85,8 @@ def write_metadata(
         adapter_folder.mkdir(exist_ok=True)
         config = _make_adapter_config(source, source.adapter.config, weights)
         _write_json(adapter_folder / ADAPTER_CONFIG, config)
+        # peft ignores it: it says at which tokens the adapter was trained to end an answer
+        _write_json(adapter_folder / GENERATION_FILE, make_generation_config(source, target))
         _write_text(adapter_folder / CARD_FILE, render_card(source, title, is_adapter=True))
     _copy_files(TOKENIZER_FILES, source.tokenizer, folder)
     # an adapter that brings its tokenizer may have no processor
@@ -105,7 +106,7 @@ def _write_configs(
     """
     config = target.written_config(weights.dtype, options.trust_remote_code)
     _write_json(folder / CONFIG_FILE, config)
-    _write_json(folder / GENERATION_FILE, _make_generation_config(source, target))
+    _write_json(folder / GENERATION_FILE, make_generation_config(source, target))
     if not is_embedder(source.recipe):
         return
     # Not from config.json: there some families have another name for it, such as n_embd.
@@ -165,8 +166,8 @@ def _copy_files(patterns: Iterable[str], description: Path, folder: Path) -> Non
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether `folder` has a tokenizer_config.json or a tokenizer.json."""
-    return (folder / TOKENIZER_CONFIG).exists() or (folder / TOKENIZER_FILE).exists()
+    """Whether `folder` has a tokenizer's settings or its vocabulary."""
+    return (folder / TOKENIZER_CONFIG).exists() or has_vocabulary(folder)
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -235,19 +236,29 @@ def _add_eos(content: dict[str, Any], tokenizer: Path) -> None:
         content["eos_token_id"] = [*ids, eos_id]
 
 
-def _make_generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
-    """Makes the content of generation_config.json.
+def _find_generation_file(source: Source) -> Path | None:
+    """Finds the generation_config.json that names the tokens at which the source ends an answer.
 
-    It is that of the base model, which names the tokens that end an answer. If the base has no such
-    file, it is that of the source; if neither has one, it is derived from config.json.
+    It is that of the exported folder. A checkpoint of this project and most adapters have none
+    there: theirs is the base model's, or else that beside config.json. Returns None if there is
+    none.
+    """
+    describing = [source.base, source.description]
+    if source.recipe.get("special_tokens") or source.recipe.get("eot_tokens"):
+        describing.reverse()  # the checkpoint's file is the base's with these tokens added
+    folders = [folder for folder in (source.path, *describing) if folder is not None]
+    paths = [folder / GENERATION_FILE for folder in folders]
+    return next((path for path in paths if path.exists()), None)
+
+
+def make_generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
+    """Makes the content of generation_config.json, which names the tokens that end an answer.
+
+    Without a file of the source or its base it is derived from config.json.
     """
     from transformers import GenerationConfig
 
-    folders = [folder for folder in (source.base, source.description) if folder is not None]
-    if source.recipe.get("special_tokens") or source.recipe.get("eot_tokens"):
-        folders.reverse()  # the checkpoint's file is the base's with these tokens added
-    paths = [folder / GENERATION_FILE for folder in folders]
-    path = next((path for path in paths if path.exists()), None)
+    path = _find_generation_file(source)
     content: Any
     if path is None:
         content = GenerationConfig.from_model_config(target.model.config).to_diff_dict()
@@ -258,3 +269,15 @@ def _make_generation_config(source: Source, target: TargetModel) -> dict[str, An
     if content.get("use_cache") is False:  # generation needs the cache, which is on by default
         del content["use_cache"]
     return dict(content)
+
+
+def find_ends(source: Source, target: TargetModel) -> list[int]:
+    """Finds the ids of the tokens that end an answer by generation_config.json.
+
+    Empty if neither the source nor its base has such a file.
+    """
+    if _find_generation_file(source) is None:
+        return []
+    listed = make_generation_config(source, target).get("eos_token_id")
+    ends = listed if isinstance(listed, list) else [listed]
+    return [token_id for token_id in ends if isinstance(token_id, int)]

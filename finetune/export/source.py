@@ -288,18 +288,22 @@ def _open_adapter(path: Path, base_model: str | None) -> Source:
     if not isinstance(name, str) or not name:
         raise UserError(f"{path / ADAPTER_CONFIG}: names no base model; name it with --base-model")
     revision = config.get("revision") if name == trained_base else None
-    brings_tokenizer = any((path / file).is_file() for file in VOCABULARIES)
     run = find_run_of_adapter(path)
     source = Source(
         path,
         path,
         tensors,
         base_model=name,
-        adapter_tokenizer=path if brings_tokenizer else None,
+        adapter_tokenizer=path if has_vocabulary(path) else None,
         state=_read_settings(run) if run is not None else {},
         run=run,
     )
     return _add_base(source, config, revision)
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Whether `folder` has a tokenizer's vocabulary, not only its settings."""
+    return any((folder / name).is_file() for name in VOCABULARIES)
 
 
 def _read_settings(run: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from finetune.config.families import find_family
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE, Shape
@@ -105,16 +106,37 @@ class TargetModel:
 def _add_rope_of_transformers_4(config: dict[str, Any]) -> None:
     """Repeats transformers 5's `rope_parameters` under the keys of transformers 4.
 
-    mlx-lm reads these keys: without them it uses wrong frequencies.
+    mlx-lm reads these keys: without them it uses wrong frequencies. In a config with parameters for
+    each type of attention they are those of full attention. There only a family that mlx-lm opens
+    gets them: in others transformers itself would take `rope_scaling` for every layer.
     """
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope:
+    all_types = config.get("rope_parameters")
+    if not isinstance(all_types, dict):
+        return
+    rope = find_main_rope(config)
+    if rope is not all_types:
+        if not find_family(str(config.get("model_type"))).opens_in_mlx:
+            return
+        local = all_types.get("sliding_attention") or {}
+        if "rope_theta" in local:
+            config.setdefault("rope_local_base_freq", local["rope_theta"])
+    if "rope_theta" not in rope:
         return
     config.setdefault("rope_theta", rope["rope_theta"])
     rope_type = rope.get("rope_type", "default")
     if rope_type != "default":
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         config.setdefault("rope_scaling", scaling | {"type": rope_type})
+
+
+def find_main_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Finds the RoPE parameters of full attention in a config.json; empty if it has none.
+
+    >>> find_main_rope({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}})
+    {'rope_theta': 1000000.0}
+    """
+    rope: Mapping[str, Any] = config.get("rope_parameters") or {}
+    return rope.get("full_attention") or rope
 
 
 def import_transformers() -> None:
@@ -171,7 +193,7 @@ def describe_target(
             "unquantized model"
         )
     model: Any = _build_model(folder, trust_remote_code)
-    tokens = _count_tokens(model, adapter)
+    tokens = count_tokens(model, adapter)
     if tokens is not None:
         _set_vocabulary(config_json, tokens)
         model = _build_model(folder, trust_remote_code, tokens=tokens)
@@ -208,11 +230,15 @@ def _set_vocabulary(config_json: dict[str, Any], tokens: int) -> None:
         config_json["vocab_size"] = tokens
 
 
-def _count_tokens(model: Any, adapter: Mapping[str, Shape]) -> int | None:
+def count_tokens(model: Any, adapter: Mapping[str, Shape]) -> int | None:
     """Counts the rows of the embedding in an adapter that was trained on another vocabulary.
 
-    PEFT saves the embedding with an adapter if tokens were added to the base. Returns None if the
-    adapter has no embedding, or one of as many tokens as `model`.
+    PEFT saves the embedding with an adapter if the base was resized. Returns None if the adapter
+    has no embedding, or one of as many tokens as `model`.
+
+    Args:
+        model: The adapter's base, a model of transformers.
+        adapter: The shapes of the adapter's tensors by name.
     """
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)

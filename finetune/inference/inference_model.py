@@ -29,8 +29,8 @@ from finetune.errors import UserError, on_one_line
 from finetune.export.export import export_source
 from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.publish import ExportOptions
-from finetune.export.source import Source, find_base, open_source
-from finetune.export.target import Value, cast_rows, describe_target, row_blocks
+from finetune.export.source import Source, find_base, has_vocabulary, open_source
+from finetune.export.target import Value, cast_rows, count_tokens, describe_target, row_blocks
 from finetune.export.write import plan_weights
 from finetune.files.json_files import load_json
 from finetune.files.network import hub_error
@@ -301,6 +301,7 @@ def _choose_placement() -> dict[str, Any]:
 def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     """Loads an adapter from a PEFT folder, and its base. The two are not merged."""
     from peft import PeftModel
+    from transformers import GenerationConfig
 
     config = load_json(folder / ADAPTER_CONFIG)
     check_adapter_config(config, str(folder / ADAPTER_CONFIG))
@@ -310,10 +311,13 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
             "is merged"
         )
     model = _load_base(_find_base(folder, options), options)
-    _grow_vocabulary(model, folder)
+    _resize_vocabulary(model, folder)
     with _as_user_error(str(folder), "its adapter"), warnings.catch_warnings():
         # peft reads an attribute that transformers is about to rename
         warnings.simplefilter("ignore", FutureWarning)
+        if (folder / GENERATION_FILE).is_file():
+            # it also has the recipe's eot_tokens
+            model.generation_config = GenerationConfig.from_pretrained(folder)
         return PeftModel.from_pretrained(model, folder)
 
 
@@ -332,7 +336,7 @@ def _find_base(folder: Path, options: LoadOptions) -> Path:
 
 def _find_tokenizer(folder: Path, options: LoadOptions) -> Path:
     """Returns the folder with the tokenizer of the adapter in `folder`: its own, or its base's."""
-    if has_tokenizer(folder):
+    if has_vocabulary(folder):
         return folder
     base = _find_base(folder, options)
     checkpoint = find_checkpoint_of(base)
@@ -348,29 +352,19 @@ def _load_base(folder: Path, options: LoadOptions) -> Any:
         return _load_source(open_source(checkpoint), Path(temporary) / "model", options)
 
 
-def _grow_vocabulary(model: Any, folder: Path) -> None:
-    """Makes room in the base for the tokens that training added, if the adapter has more."""
-    embedding = model.get_input_embeddings()
-    name = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
-    adapter = {peft_name(stored): tensor for stored, tensor in read_folder(folder).items()}
-    if name not in adapter:
-        return
-    tokens = adapter[name].shape[0]
-    if tokens > embedding.weight.shape[0]:
-        # No mean values for the new rows: the adapter has their values.
+def _resize_vocabulary(model: Any, folder: Path) -> None:
+    """Gives the base as many tokens as the adapter in `folder` has, if that has an embedding."""
+    shapes = {peft_name(name): tensor.shape for name, tensor in read_folder(folder).items()}
+    tokens = count_tokens(model, shapes)
+    if tokens is not None:
+        # No mean values for new rows: the adapter has their values.
         model.resize_token_embeddings(tokens, mean_resizing=False)
 
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
     """Exports the adapter of a checkpoint to `folder`, and loads it from there, with its base."""
-    from transformers import GenerationConfig
-
     export_source(source, folder, ExportOptions(model=False, verify=False), log=lambda _: None)
-    model = _load_adapter(folder, replace(options, base_model=source.base_model))
-    if (source.description / GENERATION_FILE).is_file():
-        # it also has the recipe's eot_tokens
-        model.generation_config = GenerationConfig.from_pretrained(source.description)
-    return model
+    return _load_adapter(folder, replace(options, base_model=source.base_model))
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:

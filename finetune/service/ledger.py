@@ -277,6 +277,12 @@ class Ledger:
         with self._lock:
             return {each.queue for each in self._waiting.values() if self._is_next(each)}
 
+    def find_waiting_arguments(self, operation: str, name: str) -> set[Any]:
+        """Finds the values of an argument in the requests of an operation that are to be done."""
+        with self._lock:
+            waiting = [each for each in self._waiting.values() if each.operation == operation]
+            return {each.arguments[name] for each in waiting}
+
     def finish(
         self,
         request: QueuedRequest,

@@ -393,8 +393,9 @@ class Service:
     def _remove_unused(self) -> None:
         """Removes old records, then the states on disk that are not used.
 
-        A state is used by a checkpoint, or by what `_read_users` returns. Only the main thread may
-        call this: it also removes a state that is not complete, or has no record yet.
+        A state is used by a checkpoint, by a waiting request to load it, or by what `_read_users`
+        returns. Only the main thread may call this: it also removes a state that is not complete,
+        or has no record yet.
         """
         self._forget_old_samplers()
         self._forget_expired()
@@ -402,7 +403,8 @@ class Service:
         with ledger.locked():
             users = [*self._read_users("model").values(), *self._read_users("sampler").values()]
             checkpoints = ledger.records("checkpoint").values()
-        used = {each["state"] for each in [*users, *checkpoints]}
+            loaded = ledger.find_waiting_arguments("load", "from")
+        used = {each["state"] for each in [*users, *checkpoints]} | loaded
         for folder in self._states.glob("*/*"):
             if f"{folder.parent.name}/{folder.name}" not in used:
                 remove_tree(folder, ignore_errors=True)
@@ -418,25 +420,27 @@ class Service:
             records = self.ledger.records(kind)
             sessions = self.ledger.records("session")
             ready = self.ledger.find_ready_queues()
+            asked = self.ledger.find_waiting_arguments("sample", "sampler")
         return {
             name: body
             for name, body in records.items()
-            if name in ready or not sessions[body["session"]]["finished"]
+            if name in ready | asked or not sessions[body["session"]]["finished"]
         }
 
     def _forget_old_samplers(self) -> None:
         """Removes old samplers with a model's weights; the latest SAMPLERS_KEPT of each model stay.
 
-        Samplers of a checkpoint or of the base have no `model`, and all stay.
+        Samplers of a checkpoint or of the base have no `model`, and all stay. So do those that a
+        waiting request asks.
         """
         by_model: dict[str, list[str]] = {}  # model -> samplers, the oldest first
         samplers = self.ledger.records("sampler").items()
         for name, sampler in sorted(samplers, key=lambda item: item[1].get("at", 0)):
             if sampler.get("model"):
                 by_model.setdefault(sampler["model"], []).append(name)
-        for names in by_model.values():
-            for name in names[:-SAMPLERS_KEPT]:
-                self.ledger.remove("sampler", name)
+        old = {name for names in by_model.values() for name in names[:-SAMPLERS_KEPT]}
+        for name in old - self.ledger.find_waiting_arguments("sample", "sampler"):
+            self.ledger.remove("sampler", name)
 
     def _forget_expired(self) -> None:
         """Removes the records of checkpoints that have expired."""

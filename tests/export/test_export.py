@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from tests.checkpoint.test_manifest import write_checkpoint
+from tests.conftest import make_model
 from tests.ranks import ROOT, environment
 from tests.training.layouts import train_all, write_config
 from tests.warm_processes import WarmProcess
@@ -37,6 +38,32 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
         for path in folder.glob("*.safetensors")
         for name, tensor in load_file(path).items()
     }
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mellum"])
+def test_the_rope_of_full_attention_is_repeated_where_transformers_reads_the_same_model(
+    family: str, tmp_path: Path
+) -> None:
+    """mlx-lm reads Gemma 3 by these keys; transformers would take them for all layers of Mellum."""
+    rope = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    }
+    model, out = (
+        make_model(tmp_path / "model", model_type=family, rope_parameters=rope),
+        tmp_path / "out",
+    )
+    assert main(["export", str(model), "--output", str(out), "--no-verify"]) == 0
+    written = json.loads((out / "config.json").read_text())
+    repeated = {
+        key: written.get(key) for key in ("rope_theta", "rope_local_base_freq", "rope_scaling")
+    }
+    scaling = {"rope_type": "linear", "type": "linear", "factor": 8.0}
+    if family == "gemma3_text":
+        assert list(repeated.values()) == [1e6, 2e4, scaling]
+    read = AutoConfig.from_pretrained(out).rope_parameters
+    read["full_attention"].pop("type", None)  # an old name of rope_type
+    assert read == rope
 
 
 def test_a_folder_is_exported_whole_verified_and_twice_the_same(

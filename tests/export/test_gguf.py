@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
@@ -509,6 +510,26 @@ def make_adapter(model: Path, folder: Path, **keys: Any) -> Path:
             torch.nn.init.normal_(parameter, std=0.2)
     adapted.save_pretrained(folder)
     return folder
+
+
+@pytest.mark.usefixtures("without_llama_cpp")
+def test_an_adapter_of_a_head_without_a_tensor_in_the_bases_gguf_is_refused(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, out = tiny_llama(tie_word_embeddings=True), tmp_path / "out"
+    assert export(base, tmp_path / "base-gguf") == 0
+    (file,) = (tmp_path / "base-gguf").glob("*.gguf")
+    assert "output.weight" not in read_tensors(file)  # llama.cpp would look for it
+    adapter = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj", "lm_head"])
+    stored = adapter / "adapter_model.safetensors"
+    factors = {name: each for name, each in load_file(stored).items() if ".lora_" in name}
+    save_file(factors, stored)  # without the head's own weight, as our adapters are
+    assert export(adapter, out, "--adapter-only") == 2
+    assert (
+        f"{adapter}: lm_head.weight: adapted, but a GGUF of this base has no such tensor, since it "
+        "is tied to the embedding; export the merged model as GGUF"
+    ) in " ".join(capsys.readouterr().err.split())
+    assert not out.exists()
 
 
 @pytest.mark.slow

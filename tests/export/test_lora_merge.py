@@ -267,6 +267,18 @@ def test_the_export_has_the_tokenizer_that_the_adapter_brings(
         assert (stops if isinstance(stops, list) else [stops]) == ends[brings_tokenizer]
 
 
+def test_a_whole_model_ends_its_answers_as_its_folder_says_whatever_its_base_does(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    base, model, out = tiny_llama("base"), tiny_llama("model"), tmp_path / "out"
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 2}))
+    own = {"eos_token_id": [2, 5]}
+    (model / "generation_config.json").write_text(json.dumps(own))
+    command = ["export", str(model), "--output", str(out), "--base-model", str(base)]
+    assert main([*command, "--no-verify"]) == 0
+    assert json.loads((out / "generation_config.json").read_text()) == own
+
+
 @pytest.mark.parametrize("is_named_by_the_command", [False, True])
 def test_a_base_in_the_hubs_cache_gives_what_its_folder_would(
     is_named_by_the_command: bool, tiny_llama: Callable[..., Path], tmp_path: Path

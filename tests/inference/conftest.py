@@ -25,6 +25,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "max_steps": LORA_STEPS,
         "learning_rate": 0.05,  # so that a few steps change the answers
         "use_peft": True,
+        "eot_tokens": ["<|user|>"],
         "export_at_end": False,
         "output_dir": str(folder / "run"),
     }

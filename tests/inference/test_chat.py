@@ -144,6 +144,28 @@ def test_a_lora_run_needs_neither_export_nor_merge(
         moved.rename(base)
 
 
+def test_an_adapter_stops_where_its_checkpoint_does_and_so_does_what_it_is_merged_into(
+    lora_run: Path, tmp_path: Path
+) -> None:
+    """At the recipe's eot_tokens too, of which the base's generation_config.json has none."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer, GenerationConfig
+
+    adapter = shutil.copytree(lora_run / "adapter", tmp_path / "copied")
+    tokenizer = AutoTokenizer.from_pretrained(adapter)
+    eot_id = tokenizer.convert_tokens_to_ids("<|user|>")
+    expected = GenerationConfig.from_pretrained(lora_run / "export").eos_token_id
+    assert expected == [eot_id, tokenizer.eos_token_id]
+    for place in (adapter, lora_run / "checkpoints" / f"step-{LORA_STEPS:08d}"):
+        loaded = load_inference_model(find_model(str(place)), LoadOptions(), print)
+        assert loaded.model.generation_config.eos_token_id == expected
+    merge = ["export", str(adapter), "--no-verify", "--format", "safetensors,gguf", "--output"]
+    assert main([*merge, str(tmp_path / "merged")]) == 0
+    assert GenerationConfig.from_pretrained(tmp_path / "merged").eos_token_id == expected
+    (file,) = (tmp_path / "merged").glob("*.gguf")
+    assert GGUFReader(file).fields["tokenizer.ggml.eot_token_id"].contents() == eot_id
+
+
 def test_a_qlora_run_says_in_which_form_its_base_is_loaded(
     lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,26 +182,48 @@ def test_a_qlora_run_says_in_which_form_its_base_is_loaded(
     assert loaded in capsys.readouterr().err
 
 
-def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "keys"),
+    [
+        (272, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (256, {"modules_to_save": ["embed_tokens", "lm_head"]}),
+        (272, {"target_modules": ["q_proj", "embed_tokens", "lm_head"]}),
+    ],
+    ids=["more", "fewer", "adapted"],
+)
+def test_an_adapter_of_another_vocabulary(
+    tokens: int, keys: dict[str, Any], tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     base, adapter = tiny_llama(), tmp_path / "adapter"
     model = AutoModelForCausalLM.from_pretrained(base)
-    model.resize_token_embeddings(272)
-    config = LoraConfig(
-        target_modules=["q_proj"],
-        modules_to_save=["embed_tokens", "lm_head"],
-        task_type="CAUSAL_LM",
-    )
+    model.resize_token_embeddings(tokens)
+    config = LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | keys)
     trained = get_peft_model(model, config)
     trained.save_pretrained(adapter)
     AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
     loaded = load_inference_model(find_model(str(adapter)), LoadOptions(), print)
-    ids = torch.tensor([[5, 270, 7]])
+    ids = torch.tensor([[5, tokens - 2, 7]])
     with torch.inference_mode():
         assert torch.equal(loaded.model(ids).logits, trained.eval()(ids).logits)
     assert loaded.has_adapter
+
+
+def test_an_adapter_with_settings_and_no_vocabulary_is_asked_with_its_bases_tokenizer(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """So it is exported, too."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, adapter = tiny_llama(), tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(adapter)
+    shutil.copy(base / "tokenizer_config.json", adapter)
+    loaded = load_inference_model(find_model(str(adapter)), LoadOptions(), print)
+    assert loaded.tokenizer.get_vocab() == AutoTokenizer.from_pretrained(base).get_vocab()
 
 
 def test_an_adapter_of_the_hub_as_peft_saves_it(

@@ -738,6 +738,32 @@ def test_a_checkpoint_that_was_promised_stays_if_the_client_leaves_before(
     assert norms[0] == norms[1]
 
 
+def test_a_waiting_load_or_sample_keeps_the_state_that_it_was_promised(
+    base: Path, rows: list[list[int]], tmp_path: Path
+) -> None:
+    """The checkpoint is deleted, and the sampler's client leaves, before the server is started again."""
+    with serving(tmp_path, base) as service:
+        client, leaving = Client(service), Client(service)
+        model = client.model()
+        path = client.result(model.send("save_weights", path="brief"))["path"]
+        for one in (model, leaving.model()):  # whose own states are others than the saved ones
+            saving = one.send("save_weights_for_sampler", sampling_session_seq_id=0)
+            sampler = client.result(saving)["sampling_session_id"]
+            client.result(one.pass_data([datum(rows[0], weights=1.0)]))
+            client.result(one.step())
+        waiting = [sample(leaving, sampler, 0, rows[0], max_tokens=4)]
+        asked = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": False}
+        waiting.append(client.post("load_weights", asked))
+        run, _, name = path.removeprefix("tinker://").partition("/weights/")
+        delete_checkpoint(service, {"id": run, "segment": "weights", "name": name})
+        service.ledger.remove("sampler", f"{client.session}:sample:0")
+        client.post("sessions/{id}/finish", {"id": leaving.session})
+    with serving(tmp_path, base) as service:
+        client = Client(service)
+        for promise in waiting:
+            assert "error" not in client.result(promise)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_table_of_one_column_is_a_row(service: Service, rows: list[list[int]], loss: str) -> None:
     client = Client(service)

@@ -40,6 +40,7 @@ from finetune.export.formats.gguf_tokenizer import (
     write_tokenizer,
 )
 from finetune.export.logits import CheckpointLogits, Logits, make_prompts
+from finetune.export.metadata import find_ends
 from finetune.export.publish import ExportOptions
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, stored_value
@@ -168,7 +169,11 @@ def plan_gguf(
     notes = list(check_config(config, where))
     tokenizer = _load_tokenizer(source, options)
     vocabulary = describe_tokenizer(
-        tokenizer, config.vocab_size, source.tokenizer, options["gguf_pre_tokenizer"]
+        tokenizer,
+        config.vocab_size,
+        source.tokenizer,
+        options["gguf_pre_tokenizer"],
+        find_ends(source, target),
     )
     if weights.account.carried:
         carried = counted(len(weights.account.carried), "tensor")
@@ -435,8 +440,8 @@ def _plan_adapter(
 ) -> AdapterPlan:
     """Plans the files of the source's adapter, one for each requested type; by default f32.
 
-    Raises `UserError` if llama.cpp would apply a different adapter: it knows only the factors A and
-    B of linear layers.
+    Raises `UserError` if llama.cpp would apply a different adapter, or none: it knows only the
+    factors A and B of linear layers, and no output head that is tied to the embedding.
     """
     adapter = source.adapter
     where = str(source.path)
@@ -444,6 +449,11 @@ def _plan_adapter(
     assert adapter is not None
     config = model.config.get_text_config()
     _refuse_unknown_adapter(adapter, options, where)
+    if target.untied:
+        raise UserError(
+            f"{where}: {next(iter(target.untied))}: adapted, but a GGUF of this base has no such "
+            "tensor, since it is tied to the embedding; export the merged model as GGUF"
+        )
     modules = [name.removesuffix(A_END) for name in adapter.tensors if name.endswith(A_END)]
     scales = {module: find_scale(adapter.config, module, where) for module in modules}
     alpha = _find_common_alpha(scales.values())

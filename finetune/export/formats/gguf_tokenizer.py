@@ -12,9 +12,7 @@ from typing import Any
 
 import gguf
 
-from finetune.constants import GENERATION_FILE
 from finetune.errors import UserError
-from finetune.files.json_files import read_json_object
 
 SPACE = "\u2581"  # SentencePiece writes it for a space
 # Regular expressions, and parts of them, by which byte-level tokenizers cut a text into words. The
@@ -76,7 +74,7 @@ class GgufVocabulary:
 
 
 def describe_tokenizer(
-    tokenizer: Any, vocab_size: int, folder: Path, pre_tokenizer: str | None
+    tokenizer: Any, vocab_size: int, folder: Path, pre_tokenizer: str | None, ends: Sequence[int]
 ) -> GgufVocabulary:
     """Describes a tokenizer in llama.cpp's terms.
 
@@ -86,6 +84,7 @@ def describe_tokenizer(
         folder: The folder that the tokenizer was loaded from.
         pre_tokenizer: llama.cpp's name for how a text is cut into words, as the user says; None: it
             is found.
+        ends: The ids of the tokens that end an answer; empty: only the tokenizer's EOS is known.
 
     Raises:
         UserError: llama.cpp has no tokenizer of this kind.
@@ -96,7 +95,7 @@ def describe_tokenizer(
         tuple(pair.split(" ", 1)) if isinstance(pair, str) else tuple(pair)
         for pair in model["merges"]
     ]
-    common_fields = _describe_tokens(tokenizer, vocab_size, folder, model)
+    common_fields = _describe_tokens(tokenizer, vocab_size, ends, model)
     steps = _list_steps(tokenizer_json.get("pre_tokenizer"))
     kinds = {step["type"] for step in steps}
     if not model.get("byte_fallback") and "ByteLevel" in kinds:
@@ -147,11 +146,15 @@ def _read_bpe(tokenizer: Any, vocab_size: int, folder: Path) -> dict[str, Any]:
 
 
 def _describe_tokens(
-    tokenizer: Any, vocab_size: int, folder: Path, model: Mapping[str, Any]
+    tokenizer: Any, vocab_size: int, ends: Sequence[int], model: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Makes the fields of `GgufVocabulary` that every kind of tokenizer has.
 
-    `model`: the section "model" of tokenizer.json.
+    Args:
+        tokenizer: The tokenizer, of transformers.
+        vocab_size: The number of rows of the model's embedding.
+        ends: The ids of the tokens that end an answer.
+        model: The section "model" of tokenizer.json.
     """
     tokens, types = _list_tokens(tokenizer, vocab_size, model)
     bos = [tokenizer.bos_token_id]
@@ -161,7 +164,7 @@ def _describe_tokens(
     return {
         "tokens": tokens,
         "types": types,
-        "special": _find_special(tokenizer, folder),
+        "special": _find_special(tokenizer, ends),
         "adds_bos": bos != [None] and complete_ids[:1] == bos and plain_ids[:1] != bos,
         "adds_eos": eos != [None] and complete_ids[-1:] == eos and plain_ids[-1:] != eos,
         "template": tokenizer.chat_template,
@@ -274,16 +277,13 @@ def _is_byte(token: str) -> bool:
     return re.fullmatch("<0x[0-9A-F]{2}>", token) is not None
 
 
-def _find_special(tokenizer: Any, folder: Path) -> dict[str, int]:
+def _find_special(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
     """Finds the ids of special tokens: {"bos", "eos", "unk", "pad", "eot" or "eom": id}.
 
-    generation_config.json may name several tokens that end an answer. Up to two that are not EOS
-    become "eot" and "eom".
+    Up to two of `ends`, the ids of the tokens that end an answer, that are not EOS become "eot" and
+    "eom".
     """
     ids = {name: getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "unk", "pad")}
-    listed = read_json_object(folder / GENERATION_FILE).get("eos_token_id")
-    ends = listed if isinstance(listed, list) else [listed]
-    ends = [token_id for token_id in ends if isinstance(token_id, int)]
     if ends and ids["eos"] not in ends:
         ids["eos"] = ends[0]
     other_ends = [token_id for token_id in ends if token_id != ids["eos"]]
