@@ -21,7 +21,7 @@ from finetune.data.formats import (
     make_message,
     recognize_format,
 )
-from finetune.data.messages import BadRow, is_of_assistant, list_columns, parse_number
+from finetune.data.messages import BadRow, is_of_assistant, list_columns, parse_list, parse_number
 
 LABEL = "label"
 # stands in for the assistant's turn, without which `make_conversation` rejects a row
@@ -49,7 +49,9 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
         )
     value = columns.take(name)
     if data.problem_type == MULTI_LABEL:
-        values = value if isinstance(value, list) else [value]
+        is_name = isinstance(value, str) and value in data.labels
+        listed = value if is_name else parse_list(value, name)
+        values = listed if isinstance(listed, list) else [listed]
         class_indexes = {_find_class(each, name, data.labels) for each in values}
         label = write_classes(class_indexes)
     else:
