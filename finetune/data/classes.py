@@ -83,7 +83,8 @@ def read_classes(label: int, class_count: int) -> tuple[bool, ...]:
 def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
     """Finds the index in `labels` of the class that a row gives by name or by index.
 
-    The name is tried first: "1" or 1 may be the name of a class.
+    The name is tried first: "1" or 1 may be the name of a class. A whole number may have a point,
+    as pandas writes the numbers of a column in which others are missing.
 
     Raises `BadRow` if it is neither.
 
@@ -92,9 +93,12 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
         name: Its column, for the error.
         labels: The recipe's classes.
     """
-    if str(value) in labels:
-        return labels.index(str(value))
     index = parse_number(value)
+    if isinstance(index, float) and index.is_integer():
+        index = int(index)
+    for class_name in (str(value), str(index)):
+        if class_name in labels:
+            return labels.index(class_name)
     is_index = isinstance(index, int) and not isinstance(index, bool)
     if is_index and 0 <= index < len(labels):
         return int(index)
