@@ -433,6 +433,9 @@ def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) 
         "a.json",
         json.dumps({"version": {"a": [1]}, "none": [], "data": rows}, indent=1).encode(),
     )
+    # more than a row may have, on one line
+    on_one_line = written(tmp_path, "b.json", json.dumps({"version": "1", "data": rows}).encode())
+    assert sum(row == rows[0] for _, row in read_file(str(on_one_line))) == len(rows)
     cut = written(tmp_path, "cut.jsonl", b'{"text": "a\n' + b'{"text": "b"}\n' * 2_000_000)
     tracemalloc.start()
     assert sum(row == rows[0] for _, row in read_file(str(path))) == len(rows)
@@ -443,6 +446,21 @@ def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) 
     ]
     assert tracemalloc.get_traced_memory()[1] < 12 * 2**20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"messages": [{"role": "user", "content": '"data": [{'}]}],
+        [{"text": "a", "more": {"data": [{"b": 1}]}}],
+        [{"data": [{"b": 1}]}, {"data": [{"b": 2}]}],
+    ],
+)
+def test_a_row_with_a_list_on_its_line_stays_one_row(
+    rows: list[dict[str, object]], tmp_path: Path
+) -> None:
+    path = written(tmp_path, "a.json", "\n".join(map(json.dumps, rows)).encode())
+    assert [row for _, row in read_file(str(path))] == rows
 
 
 @pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \n", b"\n \n", b"\n" * 5000 + b"\r\n"])
