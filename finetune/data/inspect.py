@@ -280,7 +280,10 @@ def name_side(examples: Examples, example_id: int) -> str:
 
 
 def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
-    """Makes JSON values of an example: its row, and its tokens with whether each is trained on."""
+    """Makes JSON values of an example: its row, and its tokens with whether each is trained on.
+
+    A cut example may also be trained on the token that came next.
+    """
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
     trained = find_trained_tokens(examples, example_id)
@@ -293,6 +296,8 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     content: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
     if side:
         content["side"] = side
+    if examples.trains_next_token(example_id):
+        content["next_token_id"] = int(example.labels[-1])  # trained on too
     return content | {"tokens": tokens}
 
 
@@ -408,7 +413,8 @@ def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
     """Says for each token of an example whether it is trained on: [tokens].
 
     Where tokens are scored or embedded, these are the tokens with a label. Where tokens are
-    predicted, a token is trained on if it is the label of the position before it.
+    predicted, a token is trained on if it is the label of the position before it. The label of the
+    last position is no token of the example: `Examples.trains_next_token`.
     """
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
     is_scored = bool(_name_scores(examples, example_id))
@@ -436,11 +442,13 @@ def _label_kind(examples: Examples, example_id: int) -> str:
 def _describe_trained(examples: Examples, example_id: int) -> str:
     """Says how many tokens of an example are trained, or what its scores are trained to be."""
     score_names = _name_scores(examples, example_id)
+    labels = examples[example_id].labels
     if _is_pooled(examples, example_id):
         return "embedded by the states of the marked ones"
     if not score_names:
-        return f"{sum(find_trained_tokens(examples, example_id))} trained"
-    labels = examples[example_id].labels
+        has_next = examples.trains_next_token(example_id)
+        note = ", the last of them after the end shown" if has_next else ""
+        return f"{np.count_nonzero(labels != IGNORE_INDEX)} trained{note}"
     set_labels = labels[labels != IGNORE_INDEX].tolist()
     kind = _label_kind(examples, example_id)
     if kind == "steps":

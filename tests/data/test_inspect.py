@@ -118,6 +118,25 @@ def test_json_holds_every_token_with_its_mask(
     assert printed["report"]["tokens"] == len(row["tokens"])
 
 
+@pytest.mark.parametrize("overlength", ["split", "truncate"])
+def test_every_trained_token_of_a_cut_example_is_counted(
+    recipe: Path, overlength: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.jsonl").write_text(json.dumps({"text": "one two three four five six seven"}) + "\n")
+    with recipe.open("a") as file:
+        file.write(f"max_length: 4\noverlength: {overlength}\n")
+    assert main(["inspect", "--recipe", str(recipe), "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    ids = [[token["id"] for token in row["tokens"]] for row in printed["rows"]]
+    counts = [sum(token["trained"] for token in row["tokens"]) for row in printed["rows"]]
+    after = [row["next_token_id"] for row in printed["rows"] if "next_token_id" in row]
+    assert printed["report"]["trained_tokens"] == sum(counts) + len(after)
+    assert len(after) >= 1 and after[: len(ids) - 1] == [part[0] for part in ids[1:]]
+    assert main(["inspect", "--recipe", str(recipe), "--rows", "1"]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head == "example 0, a.jsonl:1: 4 tokens, 4 trained, the last of them after the end shown"
+
+
 def test_examples_are_selected_by_the_numbers_that_a_run_reports(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
