@@ -135,17 +135,19 @@ def describe_lost(path: str, lost: int, tokens: int, trained_lost: int) -> list[
 
 
 def select_examples(
-    store: TokenStore, source: DatasetSource, data: Data
+    store: TokenStore, source: DatasetSource, data: Data, masks: bool = False
 ) -> tuple[Examples, SourceReport]:
     """Selects the examples of a source that hold something to train on.
 
     A group is selected if all of its documents have a trained token, and if truncation has not made
     chosen and rejected equal. Prompts, which have no trained token, are all selected.
 
+    `masks`: whether the method masks the tokens to predict, so that each must be in the example.
+
     Returns:
         The selected examples, and a report of all rows of the source.
     """
-    examples, cuts = cut(store, data.max_length, data.overlength)
+    examples, cuts = cut(store, data.max_length, data.overlength, masks)
     equal_groups = _find_cut_equal(examples, cuts)
     is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1) | store.is_asked
     is_equal = np.isin(np.arange(examples.groups), equal_groups)

@@ -49,6 +49,8 @@ class Examples:
     trained: Int32s  # [examples]: number of tokens with a label
     # how many consecutive examples are a group: 2 for chosen and rejected
     group_size: int = 1
+    # whether no label lies after an example: its last token has none where the document goes on
+    has_inner_labels: bool = False
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -61,10 +63,11 @@ class Examples:
     def __getitem__(self, example_id: int) -> Example:
         store = self.store_of(example_id)
         start = int(self.start[example_id])
-        length = int(self.lengths[example_id])
-        return Example(
-            store.input_ids[start : start + length], store.labels[start : start + length]
-        )
+        end = start + int(self.lengths[example_id])
+        labels = store.labels[start:end]
+        if self.has_inner_labels and end < store.starts[self.document[example_id] + 1]:
+            labels = np.append(labels[:-1], np.int32(IGNORE_INDEX))
+        return Example(store.input_ids[start:end], labels)
 
     def take(self, ids: Int64s) -> "Examples":
         """Returns the examples `ids` in that order, with new ids from 0; an id may be repeated.
@@ -192,17 +195,24 @@ class Cuts:
     trained_tokens_lost: int
 
 
-def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
+def cut(
+    store: TokenStore,
+    max_length: int,
+    overlength: Overlength | None,
+    has_inner_labels: bool = False,
+) -> tuple[Examples, Cuts]:
     """Cuts the documents of a store into examples of at most `max_length` tokens.
 
     An example keeps the document's labels. The label of its last token is thus the first token of
-    the next part, and splitting loses no label.
+    the next part, and splitting loses no label, unless `has_inner_labels`.
 
     Args:
         store: The documents.
         max_length: The most tokens that an example may have.
         overlength: What is done with longer documents. None: plain text is split, anything else is
             truncated. `drop` drops the whole group of a long document.
+
+        has_inner_labels: As in `Examples`.
 
     Raises:
         UserError: A document is longer and `overlength` is `error`; or an image would be cut.
@@ -222,7 +232,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     parts_if_split = (lengths + max_length - 1) // max_length  # rounded up
     part_counts = np.where(to_split, parts_if_split, 1)
     part_counts[to_drop] = 0
-    examples = _cut_into_parts(store, part_counts, max_length)
+    examples = _cut_into_parts(store, part_counts, max_length, has_inner_labels)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
         dropped=np.flatnonzero(to_drop),
@@ -252,7 +262,9 @@ def _say_overlong(store: TokenStore, lengths: Int64s, max_length: int) -> str:
     )
 
 
-def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> Examples:
+def _cut_into_parts(
+    store: TokenStore, part_counts: Int64s, max_length: int, has_inner_labels: bool
+) -> Examples:
     """Cuts each document into parts of `max_length` tokens, each of which is an example.
 
     The tokens behind the last part of a document are lost.
@@ -261,6 +273,7 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
         store: The documents.
         part_counts: int64[documents]: how many parts of each document are kept; 0: none.
         max_length: Tokens of a part; the last of a document may have fewer.
+        has_inner_labels: As in `Examples`.
     """
     document = np.repeat(np.arange(len(part_counts)), part_counts)  # [examples]
     first_example = np.cumsum(part_counts) - part_counts  # [documents]
@@ -271,9 +284,7 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
     length = np.minimum(remaining, max_length).astype(np.int32)
     trained = store.trained[document].astype(np.int32)
     is_partial = (remaining > max_length) | (part > 0)
-    for i in np.flatnonzero(is_partial):
-        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
-    return Examples(
+    examples = Examples(
         stores=(store,),
         store=np.zeros(len(document), np.int32),
         document=document,
@@ -281,7 +292,11 @@ def _cut_into_parts(store: TokenStore, part_counts: Int64s, max_length: int) -> 
         lengths=length,
         trained=trained,
         group_size=store.group_size,
+        has_inner_labels=has_inner_labels,
     )
+    for i in np.flatnonzero(is_partial).tolist():
+        trained[i] = np.count_nonzero(examples[i].labels != IGNORE_INDEX)
+    return examples
 
 
 def _refuse_torn(

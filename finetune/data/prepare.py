@@ -172,7 +172,8 @@ class StreamedBatches:
         """
         store = self.open_block_store(number, canceled)
         stats = SourceStats.from_json(store.facts)
-        examples, block_report = select_examples(store, self.data.datasets[0], self.data)
+        masks = self.recipe.method_facts.masks
+        examples, block_report = select_examples(store, self.data.datasets[0], self.data, masks)
         # A block holds rows of every source.
         origins = ", ".join(source.origin for source in self.data.datasets)
         report = replace(block_report, path=origins)
@@ -303,7 +304,8 @@ def open_stream(
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     content = [describe_source(source) for source in data.datasets]
     kind = recipe.method_facts.rows
-    key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength)
+    masks = recipe.method_facts.masks
+    key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength, masks)
     # Each launch has blocks of its own; all ranks on a machine have the same parent process. The
     # notes are shared between launches.
     launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
@@ -440,7 +442,7 @@ def batch_rows(
         [(source, row_batch)], recipe.data, tokenizer, stats, recipe.method_facts.rows
     )
     store = keep_in_memory(tokens, stats.as_json)
-    examples, report = select_examples(store, source, recipe.data)
+    examples, report = select_examples(store, source, recipe.data, recipe.method_facts.masks)
     refuse_fatal(report.findings)
     if not len(examples):
         refuse_empty(report.findings, f"{GIVEN}: none of {len(rows)} holds a token to train on")
@@ -469,7 +471,7 @@ def preview_data(
         return train, report
     stream = open_stream(recipe, tokenizer, world)
     examples, source = select_examples(
-        stream.open_block_store(0), recipe.data.datasets[0], recipe.data
+        stream.open_block_store(0), recipe.data.datasets[0], recipe.data, recipe.method_facts.masks
     )
     stream.remove_blocks()  # the open store stays readable, because it is memory-mapped
     if not len(examples):
@@ -557,7 +559,9 @@ def _read_sources(
     reports = []
     for source in sources:
         store = open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind)
-        examples, report = select_examples(store, source, recipe.document_data)
+        examples, report = select_examples(
+            store, source, recipe.document_data, recipe.method_facts.masks
+        )
         source_examples.append(examples)
         reports.append(report)
     mixed = mix_sources(source_examples, sources, seed) if source_examples else None

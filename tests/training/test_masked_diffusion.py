@@ -17,8 +17,11 @@ import torch
 import torch.nn.functional as F
 
 import finetune
+from finetune.config.methods import METHODS
+from finetune.config.schema import Data, DatasetSource
+from finetune.data.data_report import select_examples
 from finetune.data.examples import make_generator
-from finetune.data.packing import make_filler
+from finetune.data.packing import BatchConfig, make_batches, make_filler
 from finetune.data.tokenizer import find_mask_id
 from finetune.errors import UserError
 from finetune.inference.inputs import find_model, refuse_other_use
@@ -26,6 +29,7 @@ from finetune.models import attention_kernels
 from finetune.training.objectives.masked_diffusion import MaskedDiffusion
 from tests.conftest import make_chat, make_model, make_tokenizer, slow_but
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
+from tests.data.world import Rank, store_of
 from tests.models.families import build, gradients, ours, relative_error
 from tests.session_on_ranks import ROWS
 from tests.training.documents import collate, examples_of, held_out, train_kinds, train_plainly
@@ -82,6 +86,25 @@ def plain_loss(model: Any, examples: list[Any]) -> torch.Tensor:
 def measure(model: Any, batch: Any, **keys: Any) -> Any:
     objective = MaskedDiffusion(MASK, EPS, SEED, **keys)
     return objective.measure(model, batch, batch.inputs, SimpleNamespace(draws=str(STEP)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("overlength", ["split", "truncate"])
+def test_every_token_that_the_loss_is_divided_by_can_be_masked(
+    packing: bool, overlength: Literal["split", "truncate"]
+) -> None:
+    store = store_of([list(range(10, 24)), list(range(10, 16)), list(range(10, 14))])
+    masks = METHODS["masked_diffusion"].masks
+    data = Data(max_length=5, overlength=overlength)
+    examples, _ = select_examples(store, DatasetSource(path="p"), data, masks)
+    config = BatchConfig(seed=1, packing=packing, max_length=5, global_batch_size=8)
+    objective = MaskedDiffusion(MASK, 1.0, SEED)  # masks every token that can be
+    (batch,) = make_batches(examples, config, Rank(), 8).batches()
+    masked = 0
+    for micro_batch in batch.micro_batches:
+        is_drawn, _ = objective.draw(micro_batch, "0")
+        masked += int((is_drawn & (micro_batch.labels != -100)).sum())
+    assert masked == batch.trained_tokens > 0
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_oss", "granite"])
