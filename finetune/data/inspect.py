@@ -29,7 +29,7 @@ from finetune.data.groups import GroupReader, render_group
 from finetune.data.images import find_image_folder
 from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.paid_text import read_reward_texts, show_rewarded
-from finetune.data.prepare import preview_data
+from finetune.data.prepare import find_image_family, preview_data
 from finetune.data.render import RenderedText
 from finetune.data.sources import read_rows
 from finetune.data.spans import ask_turns
@@ -92,7 +92,7 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(
         recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
     )
-    train, report = preview_data(recipe, tokenizer, alone())
+    train, evaluation, report = preview_data(recipe, tokenizer, alone())
     examples = train.examples
     warnings: list[str] = []
     names_model = options.recipe or options.model or not options.file
@@ -100,7 +100,8 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
         # of a stream only the first rows are read here
         streams = recipe.data.streaming
         longest = recipe.data.max_length if streams else int(examples.lengths.max())
-        warnings = check_model(recipe, tokenizer, longest)
+        images = find_image_family(train, evaluation)
+        warnings = check_model(recipe, tokenizer, longest, images)
     chosen = _choose_examples(recipe, options, examples, tokenizer)
     if options.json:
         content = {
@@ -212,10 +213,16 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
     return read_recipe(recipe, [*overrides, *options.overrides])
 
 
-def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
+def check_model(recipe: Recipe, tokenizer: Any, longest: int, images: str | None) -> list[str]:
     """Lists what `launch` would report about the recipe's model, each as a line.
 
-    A line that begins with `fatal:` would stop a launch. `longest`: tokens of the longest example.
+    A line that begins with `fatal:` would stop a launch.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Its tokenizer.
+        longest: Tokens of the longest example.
+        images: The `model_type` of the model that takes the rows' images; None without images.
     """
     try:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
@@ -225,7 +232,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
     try:
         facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
         refuse_unnamed_tokens(recipe)
-        refuse_problems(find_problems(recipe, facts=facts))
+        refuse_problems(find_problems(recipe, facts=facts, images=images))
     except UserError as error:
         lines += [f"fatal: {problem}" for problem in str(error).splitlines()]
     return lines

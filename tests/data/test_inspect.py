@@ -201,6 +201,36 @@ def test_a_stream_shows_its_first_block(
     assert not list((recipe.parent / "cache").rglob("block-000000"))
 
 
+def test_the_held_out_rows_of_a_stream_are_read(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with recipe.open("a") as file:
+        file.write("streaming: true\nmax_steps: 3\neval_datasets: [{path: held_out.jsonl}]\n")
+    Path("held_out.jsonl").write_text('{"text": "Hi"}\n')
+    assert main(["inspect", "--recipe", str(recipe)]) == 0
+    assert "held out: held_out.jsonl: 1 row read" in capsys.readouterr().out
+    Path("held_out.jsonl").write_text('{"message": "what is this"}\n')
+    assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
+    assert "held_out.jsonl:1: unknown format" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("replaced", ["datasets", "eval_datasets"])
+def test_what_launch_refuses_of_images_is_shown(
+    replaced: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the rows with images are trained on or held out; the others are of text alone."""
+    (tmp_path / "text.jsonl").write_text('{"text": "red"}\n')
+    overrides = [
+        "attn_implementation=eager",
+        f"dataset_cache_dir={tmp_path}",
+        f"{replaced}=[{{path: {tmp_path}/text.jsonl}}]",
+    ]
+    arguments = ["inspect", "--recipe", "quickstart_vision", "--rows", "0", *overrides]
+    assert main(arguments) == EXIT_USER_ERROR
+    printed = capsys.readouterr().out
+    assert "attn_implementation: eager: does not keep packed documents" in printed
+
+
 def test_the_spaces_of_sentencepiece_are_kept() -> None:
     words = [
         "<unk>",
