@@ -125,14 +125,18 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
     return EXIT_USER_ERROR if is_fatal or is_refused else 0
 
 
+# a row: the number of its source in `datasets` (0 for all rows of a stream), and file and line
+Place = tuple[int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenExamples:
     """The examples that are shown, and what is shown beside them."""
 
     examples: Examples  # all examples
     ids: Sequence[int]  # the chosen ones
-    # file and line of a row -> its turns; empty unless the options ask for turns
-    turns: Mapping[str, Sequence["ShownTurn"]]
+    # place of a row -> its turns; empty unless the options ask for turns
+    turns: Mapping[Place, Sequence["ShownTurn"]]
     # [ids]: for each reward model and judge (its name, the text that it would read)
     rewarded: Sequence[Sequence[tuple[str, str]]]
 
@@ -144,7 +148,7 @@ def _choose_examples(
     ids = _select_examples(options, examples)
     turns = {}
     if options.turns or options.html:
-        turns = read_turns(recipe, tokenizer, [examples.where(example_id) for example_id in ids])
+        turns = read_turns(recipe, tokenizer, [_find_place(examples, each) for each in ids])
     rewarded: list[list[tuple[str, str]]] = [[] for _ in ids]
     if recipe.method_facts.samples:
         texts = read_reward_texts(recipe)
@@ -154,12 +158,17 @@ def _choose_examples(
     return ChosenExamples(examples, ids, turns, rewarded)
 
 
+def _find_place(examples: Examples, example_id: int) -> Place:
+    """Finds the row of an example."""
+    return int(examples.store[example_id]), examples.where(example_id)
+
+
 def _examples_as_json(chosen: ChosenExamples, tokenizer: Any) -> list[dict[str, Any]]:
     """Makes JSON values of the examples, the turns of their rows and what rewards would read."""
     rows = []
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         row = example_as_json(chosen.examples, tokenizer, example_id)
-        turns = chosen.turns.get(chosen.examples.where(example_id))
+        turns = chosen.turns.get(_find_place(chosen.examples, example_id))
         if turns is not None:
             row["turns"] = [turn.as_json() for turn in turns]
         if texts:
@@ -173,7 +182,7 @@ def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Ite
     turns_to_show = dict(chosen.turns)
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         lines = list(format_example(chosen.examples, tokenizer, example_id, color))
-        turns = turns_to_show.pop(chosen.examples.where(example_id), ())
+        turns = turns_to_show.pop(_find_place(chosen.examples, example_id), ())
         lines += format_turns(turns, STYLES if color else {})
         for name, text in texts:
             lines += [f"  {name} would read of a completion like the answer:", printable(text)]
@@ -550,26 +559,26 @@ class ShownTurn:
 
 
 def read_turns(
-    recipe: Recipe, tokenizer: Any, places: Collection[str]
-) -> dict[str, list[ShownTurn]]:
-    """Reads the turns of the rows at `places`, which are files and lines: place -> turns.
+    recipe: Recipe, tokenizer: Any, places: Collection[Place]
+) -> dict[Place, list[ShownTurn]]:
+    """Reads the turns of the rows at `places`: place -> turns.
 
     Reads the sources up to the last of these rows. A row that cannot be used has no entry.
     """
-    turns: dict[str, list[ShownTurn]] = {}
+    turns: dict[Place, list[ShownTurn]] = {}
     unread = set(places)
     plain_renderer = make_renderer_of(recipe.data, tokenizer)
-    for source in recipe.data.datasets:
+    for number, source in enumerate(recipe.data.datasets):
+        source_number = 0 if recipe.data.streaming else number
         reader = GroupReader(recipe.method_facts.rows, recipe.data)
         renderer = renderer_of_source(plain_renderer, source)
         for batch in read_rows(source, streaming=recipe.data.streaming):
-            batch_places = [name_place(batch.file, number) for number in batch.numbers]
-            if unread & set(batch_places):
-                folder = find_image_folder(source, batch.file)
-                for place, row in zip(batch_places, reader.read(batch.rows, source), strict=True):
-                    if place in unread and not isinstance(row, BadRow):
-                        turns[place] = list(_show_row(row, renderer, folder))
-            unread -= set(batch_places)
+            folder = find_image_folder(source, batch.file)
+            batch_places = [(source_number, name_place(batch.file, n)) for n in batch.numbers]
+            for place, row in zip(batch_places, reader.read(batch.rows, source), strict=True):
+                if place in unread and not isinstance(row, BadRow):
+                    turns[place] = list(_show_row(row, renderer, folder))
+            unread.difference_update(batch_places)
             if not unread:
                 return turns
     return turns
@@ -579,7 +588,10 @@ def _show_row(row: ParsedRow, renderer: Renderer, image_folder: Path) -> Iterato
     """Yields the turns of a row, group by group."""
     for group in row.groups:
         texts, _ = render_group(group, renderer, image_folder)
-        for i, text in enumerate(texts):
+        # Nothing is learned from a mismatched document. Which answer it has depends on the rows
+        # around, and these are others here than in training where it draws rows.
+        shown = texts[:1] if group.rating else texts
+        for i, text in enumerate(shown):
             # Texts and documents correspond, or a single document was split into several texts.
             document = group.documents[min(i, len(group.documents) - 1)]
             yield from _show_text(document, text, renderer)
@@ -683,13 +695,13 @@ pre {{ font: 13px/1.45 ui-monospace, monospace;
 
 
 def write_page(
-    path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_tokens: re.Pattern[str]
+    path: Path, rows: Mapping[Place, Sequence[ShownTurn]], special_tokens: re.Pattern[str]
 ) -> None:
     """Writes the turns of rows as an HTML page that loads no other file.
 
     Args:
         path: The file to write.
-        rows: File and line of a row -> its turns.
+        rows: Place of a row -> its turns.
         special_tokens: Matches a special token, which the page colors.
 
     Raises:
@@ -711,7 +723,7 @@ def write_page(
         return f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>'
 
     parts = []
-    for place, turns in rows.items():
+    for (_, place), turns in rows.items():
         parts.append(f"<h2>{html.escape(place)}</h2>")
         for turn in turns:
             same_part = turn.prompt[: turn.same_length]

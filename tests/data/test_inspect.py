@@ -430,3 +430,30 @@ def test_the_prompt_of_each_turn_stands_beside_what_is_trained(
         + "\n  and trained to answer:\n>>one<|im_end|><<\n"
         in printed
     )
+
+
+def test_the_turns_are_those_of_what_is_trained(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of a mismatched answer, and of the entry of `datasets` that the example comes from."""
+    rated = [{"prompt": f"p{i}", "completion": f"a{i}", "label": True} for i in range(9)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
+    Path("b.csv").write_text("q1,a1,q2,a2\nred?,yes,blue?,no\n")
+    two = [
+        {
+            "path": "b.csv",
+            "type": "messages",
+            "prompt_column": f"q{i}",
+            "completion_column": f"a{i}",
+        }
+        for i in (1, 2)
+    ]
+    kto = ["method=kto", 'datasets=[{"path": "a.jsonl", "max_samples": 3}]']
+    for overrides in (kto, [f"datasets={json.dumps(two)}"]):
+        asked = ["inspect", "--recipe", str(recipe), "--turns", "--json", "--rows", "3", *overrides]
+        assert main(asked) == 0
+        for row in json.loads(capsys.readouterr().out)["rows"]:
+            trained = "".join(token["text"] for token in row["tokens"] if token["trained"])
+            (turn,) = row["turns"]
+            if row.get("side") != "mismatched":
+                assert "".join(piece["text"] for piece in turn["answer"]) == trained
