@@ -49,7 +49,7 @@ class Examples:
     trained: Int32s  # [examples]: number of tokens with a label
     # how many consecutive examples are a group: 2 for chosen and rejected
     group_size: int = 1
-    # whether no label lies after an example: its last token has none where the document goes on
+    # whether no label lies after an example: its last token has none where the document continues
     has_inner_labels: bool = False
 
     def __len__(self) -> int:
