@@ -11,6 +11,7 @@ from finetune.report import page
 from tests.ranks import ROOT
 
 TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+DATA = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
 TRUSTED, REST = TEXT.split("## Not trusted")
 BOUNDED = REST.split("## What is bounded")[1].split("## Report")[0]
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -54,6 +55,11 @@ def test_the_bounds_are_those_of_the_code(row: str) -> None:
         assert bound.removeprefix("`").removesuffix("`") in line
     named = {word.strip("`") for word in line.split() if word.startswith("`")}
     assert named <= recipe_keys().keys()
+
+
+def test_the_page_on_data_has_the_bounds_of_unpacking() -> None:
+    (line,) = [line for line in DATA.splitlines() if "Arrow file unpacks to" in line]
+    assert all(bound in line for bound in BOUNDS["unpacks to"])
 
 
 def test_the_table_has_no_other_bound() -> None:

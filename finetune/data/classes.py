@@ -21,7 +21,7 @@ from finetune.data.formats import (
     make_message,
     recognize_format,
 )
-from finetune.data.messages import BadRow, is_of_assistant, list_columns, parse_number
+from finetune.data.messages import BadRow, is_of_assistant, list_columns, parse_list, parse_number
 
 LABEL = "label"
 # stands in for the assistant's turn, without which `make_conversation` rejects a row
@@ -49,7 +49,9 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
         )
     value = columns.take(name)
     if data.problem_type == MULTI_LABEL:
-        values = value if isinstance(value, list) else [value]
+        is_name = isinstance(value, str) and value in data.labels
+        listed = value if is_name else parse_list(value, name)
+        values = listed if isinstance(listed, list) else [listed]
         class_indexes = {_find_class(each, name, data.labels) for each in values}
         label = write_classes(class_indexes)
     else:
@@ -81,7 +83,8 @@ def read_classes(label: int, class_count: int) -> tuple[bool, ...]:
 def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
     """Finds the index in `labels` of the class that a row gives by name or by index.
 
-    The name is tried first: "1" or 1 may be the name of a class.
+    The name is tried first: "1" or 1 may be the name of a class. A whole number may have a point,
+    as pandas writes the numbers of a column in which others are missing.
 
     Raises `BadRow` if it is neither.
 
@@ -90,9 +93,12 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
         name: Its column, for the error.
         labels: The recipe's classes.
     """
-    if str(value) in labels:
-        return labels.index(str(value))
     index = parse_number(value)
+    if isinstance(index, float) and index.is_integer():
+        index = int(index)
+    for class_name in (str(value), str(index)):
+        if class_name in labels:
+            return labels.index(class_name)
     is_index = isinstance(index, int) and not isinstance(index, bool)
     if is_index and 0 <= index < len(labels):
         return int(index)

@@ -116,6 +116,18 @@ class Examples:
         first_ids = good_groups * self.group_size
         return replace(self.take(first_ids), group_size=1)
 
+    def begins_document(self, example_id: int) -> bool:
+        """Whether an example holds the first token of its document."""
+        store = self.store_of(example_id)
+        return bool(self.start[example_id] == store.starts[self.document[example_id]])
+
+    def trains_next_token(self, example_id: int) -> bool:
+        """Whether the label of an example's last token is the first token after the example."""
+        store = self.store_of(example_id)
+        end = self.start[example_id] + self.lengths[example_id]
+        is_cut = end < store.starts[self.document[example_id] + 1]
+        return bool(is_cut and self[example_id].labels[-1] != IGNORE_INDEX)
+
     def count_images(self, example_id: int) -> int:
         """Counts the images of an example."""
         return self.store_of(example_id).count_images(int(self.document[example_id]))
@@ -432,13 +444,16 @@ class Prompt:
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
     """Makes prompts of the first `count` examples that have one, cut before the last answer.
 
-    Of a pair, the chosen answer is used; bad answers are left out.
+    Of a pair, the chosen answer is used; bad answers are left out. So are examples that begin
+    inside of a document or end inside of an answer: a right completion would not equal its part.
     """
     examples = examples.answers()
     prompts: list[Prompt] = []
     for example_id in range(len(examples)):
         if len(prompts) == count:
             break
+        if not examples.begins_document(example_id) or examples.trains_next_token(example_id):
+            continue
         prompt = _cut_prompt(examples[example_id], tokenizer)
         if prompt is not None:
             images = tuple(examples.read_images(example_id))

@@ -29,7 +29,7 @@ from finetune.data.groups import GroupReader, render_group
 from finetune.data.images import find_image_folder
 from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.paid_text import read_reward_texts, show_rewarded
-from finetune.data.prepare import preview_data
+from finetune.data.prepare import find_image_family, preview_data
 from finetune.data.render import RenderedText
 from finetune.data.sources import read_rows
 from finetune.data.spans import ask_turns
@@ -92,7 +92,7 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(
         recipe.model, recipe.data, recipe.rollout.tools, recipe.rollout.environments
     )
-    train, report = preview_data(recipe, tokenizer, alone())
+    train, evaluation, report = preview_data(recipe, tokenizer, alone())
     examples = train.examples
     warnings: list[str] = []
     names_model = options.recipe or options.model or not options.file
@@ -100,7 +100,8 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
         # of a stream only the first rows are read here
         streams = recipe.data.streaming
         longest = recipe.data.max_length if streams else int(examples.lengths.max())
-        warnings = check_model(recipe, tokenizer, longest)
+        images = find_image_family(train, evaluation)
+        warnings = check_model(recipe, tokenizer, longest, images)
     chosen = _choose_examples(recipe, options, examples, tokenizer)
     if options.json:
         content = {
@@ -124,14 +125,18 @@ def _inspect(recipe: Recipe, options: argparse.Namespace) -> int:
     return EXIT_USER_ERROR if is_fatal or is_refused else 0
 
 
+# a row: the number of its source in `datasets` (0 for all rows of a stream), and file and line
+Place = tuple[int, str]
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenExamples:
     """The examples that are shown, and what is shown beside them."""
 
     examples: Examples  # all examples
     ids: Sequence[int]  # the chosen ones
-    # file and line of a row -> its turns; empty unless the options ask for turns
-    turns: Mapping[str, Sequence["ShownTurn"]]
+    # place of a row -> its turns; empty unless the options ask for turns
+    turns: Mapping[Place, Sequence["ShownTurn"]]
     # [ids]: for each reward model and judge (its name, the text that it would read)
     rewarded: Sequence[Sequence[tuple[str, str]]]
 
@@ -143,7 +148,7 @@ def _choose_examples(
     ids = _select_examples(options, examples)
     turns = {}
     if options.turns or options.html:
-        turns = read_turns(recipe, tokenizer, [examples.where(example_id) for example_id in ids])
+        turns = read_turns(recipe, tokenizer, [_find_place(examples, each) for each in ids])
     rewarded: list[list[tuple[str, str]]] = [[] for _ in ids]
     if recipe.method_facts.samples:
         texts = read_reward_texts(recipe)
@@ -153,12 +158,17 @@ def _choose_examples(
     return ChosenExamples(examples, ids, turns, rewarded)
 
 
+def _find_place(examples: Examples, example_id: int) -> Place:
+    """Finds the row of an example."""
+    return int(examples.store[example_id]), examples.where(example_id)
+
+
 def _examples_as_json(chosen: ChosenExamples, tokenizer: Any) -> list[dict[str, Any]]:
     """Makes JSON values of the examples, the turns of their rows and what rewards would read."""
     rows = []
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         row = example_as_json(chosen.examples, tokenizer, example_id)
-        turns = chosen.turns.get(chosen.examples.where(example_id))
+        turns = chosen.turns.get(_find_place(chosen.examples, example_id))
         if turns is not None:
             row["turns"] = [turn.as_json() for turn in turns]
         if texts:
@@ -172,7 +182,7 @@ def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Ite
     turns_to_show = dict(chosen.turns)
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         lines = list(format_example(chosen.examples, tokenizer, example_id, color))
-        turns = turns_to_show.pop(chosen.examples.where(example_id), ())
+        turns = turns_to_show.pop(_find_place(chosen.examples, example_id), ())
         lines += format_turns(turns, STYLES if color else {})
         for name, text in texts:
             lines += [f"  {name} would read of a completion like the answer:", printable(text)]
@@ -212,10 +222,16 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
     return read_recipe(recipe, [*overrides, *options.overrides])
 
 
-def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
+def check_model(recipe: Recipe, tokenizer: Any, longest: int, images: str | None) -> list[str]:
     """Lists what `launch` would report about the recipe's model, each as a line.
 
-    A line that begins with `fatal:` would stop a launch. `longest`: tokens of the longest example.
+    A line that begins with `fatal:` would stop a launch.
+
+    Args:
+        recipe: The recipe.
+        tokenizer: Its tokenizer.
+        longest: Tokens of the longest example.
+        images: The `model_type` of the model that takes the rows' images; None without images.
     """
     try:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
@@ -225,7 +241,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
     try:
         facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
         refuse_unnamed_tokens(recipe)
-        refuse_problems(find_problems(recipe, facts=facts))
+        refuse_problems(find_problems(recipe, facts=facts, images=images))
     except UserError as error:
         lines += [f"fatal: {problem}" for problem in str(error).splitlines()]
     return lines
@@ -280,7 +296,10 @@ def name_side(examples: Examples, example_id: int) -> str:
 
 
 def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
-    """Makes JSON values of an example: its row, and its tokens with whether each is trained on."""
+    """Makes JSON values of an example: its row, and its tokens with whether each is trained on.
+
+    A cut example may also be trained on the token that came next.
+    """
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
     trained = find_trained_tokens(examples, example_id)
@@ -293,6 +312,8 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     content: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
     if side:
         content["side"] = side
+    if examples.trains_next_token(example_id):
+        content["next_token_id"] = int(example.labels[-1])  # trained on too
     return content | {"tokens": tokens}
 
 
@@ -408,7 +429,8 @@ def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
     """Says for each token of an example whether it is trained on: [tokens].
 
     Where tokens are scored or embedded, these are the tokens with a label. Where tokens are
-    predicted, a token is trained on if it is the label of the position before it.
+    predicted, a token is trained on if it is the label of the position before it. The label of the
+    last position is no token of the example: `Examples.trains_next_token`.
     """
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
     is_scored = bool(_name_scores(examples, example_id))
@@ -436,11 +458,13 @@ def _label_kind(examples: Examples, example_id: int) -> str:
 def _describe_trained(examples: Examples, example_id: int) -> str:
     """Says how many tokens of an example are trained, or what its scores are trained to be."""
     score_names = _name_scores(examples, example_id)
+    labels = examples[example_id].labels
     if _is_pooled(examples, example_id):
         return "embedded by the states of the marked ones"
     if not score_names:
-        return f"{sum(find_trained_tokens(examples, example_id))} trained"
-    labels = examples[example_id].labels
+        has_next = examples.trains_next_token(example_id)
+        note = ", the last of them after the end shown" if has_next else ""
+        return f"{np.count_nonzero(labels != IGNORE_INDEX)} trained{note}"
     set_labels = labels[labels != IGNORE_INDEX].tolist()
     kind = _label_kind(examples, example_id)
     if kind == "steps":
@@ -535,26 +559,27 @@ class ShownTurn:
 
 
 def read_turns(
-    recipe: Recipe, tokenizer: Any, places: Collection[str]
-) -> dict[str, list[ShownTurn]]:
-    """Reads the turns of the rows at `places`, which are files and lines: place -> turns.
+    recipe: Recipe, tokenizer: Any, places: Collection[Place]
+) -> dict[Place, list[ShownTurn]]:
+    """Reads the turns of the rows at `places`: place -> turns.
 
     Reads the sources up to the last of these rows. A row that cannot be used has no entry.
     """
-    turns: dict[str, list[ShownTurn]] = {}
+    turns: dict[Place, list[ShownTurn]] = {}
     unread = set(places)
     plain_renderer = make_renderer_of(recipe.data, tokenizer)
-    for source in recipe.data.datasets:
+    for number, source in enumerate(recipe.data.datasets):
+        source_number = 0 if recipe.data.streaming else number
         reader = GroupReader(recipe.method_facts.rows, recipe.data)
         renderer = renderer_of_source(plain_renderer, source)
-        for batch in read_rows(source, streaming=recipe.data.streaming):
-            batch_places = [name_place(batch.file, number) for number in batch.numbers]
-            if unread & set(batch_places):
-                folder = find_image_folder(source, batch.file)
-                for place, row in zip(batch_places, reader.read(batch.rows, source), strict=True):
-                    if place in unread and not isinstance(row, BadRow):
-                        turns[place] = list(_show_row(row, renderer, folder))
-            unread -= set(batch_places)
+        batches = ((source, rows) for rows in read_rows(source, streaming=recipe.data.streaming))
+        for _, batch, parsed_rows in reader.read_batches(batches):
+            folder = find_image_folder(source, batch.file)
+            batch_places = [(source_number, name_place(batch.file, n)) for n in batch.numbers]
+            for place, row in zip(batch_places, parsed_rows, strict=True):
+                if place in unread and not isinstance(row, BadRow):
+                    turns[place] = list(_show_row(row, renderer, folder))
+            unread.difference_update(batch_places)
             if not unread:
                 return turns
     return turns
@@ -564,7 +589,10 @@ def _show_row(row: ParsedRow, renderer: Renderer, image_folder: Path) -> Iterato
     """Yields the turns of a row, group by group."""
     for group in row.groups:
         texts, _ = render_group(group, renderer, image_folder)
-        for i, text in enumerate(texts):
+        # Nothing is learned from a mismatched document. Which answer it has depends on the rows
+        # around, and these are others here than in training where it draws rows.
+        shown = texts[:1] if group.rating else texts
+        for i, text in enumerate(shown):
             # Texts and documents correspond, or a single document was split into several texts.
             document = group.documents[min(i, len(group.documents) - 1)]
             yield from _show_text(document, text, renderer)
@@ -668,13 +696,13 @@ pre {{ font: 13px/1.45 ui-monospace, monospace;
 
 
 def write_page(
-    path: Path, rows: Mapping[str, Sequence[ShownTurn]], special_tokens: re.Pattern[str]
+    path: Path, rows: Mapping[Place, Sequence[ShownTurn]], special_tokens: re.Pattern[str]
 ) -> None:
     """Writes the turns of rows as an HTML page that loads no other file.
 
     Args:
         path: The file to write.
-        rows: File and line of a row -> its turns.
+        rows: Place of a row -> its turns.
         special_tokens: Matches a special token, which the page colors.
 
     Raises:
@@ -696,7 +724,7 @@ def write_page(
         return f'<span class="{style}">{"".join(pieces)}{html.escape(text[position:])}</span>'
 
     parts = []
-    for place, turns in rows.items():
+    for (_, place), turns in rows.items():
         parts.append(f"<h2>{html.escape(place)}</h2>")
         for turn in turns:
             same_part = turn.prompt[: turn.same_length]

@@ -68,6 +68,8 @@ WHOLE_MESSAGES = re.compile(
 )
 # the beginning of str() of a list of turns
 PYTHONS_TURNS = re.compile(r"\s*\[\{'(?:role|content|from|value)': '")
+# str() of a list of texts, or of an array of NumPy
+PYTHONS_LIST = re.compile(r"""\s*\[\s*['"].*['"]\s*\]\s*""", re.DOTALL)
 # reasoning between its tags; group 1 is the reasoning
 THOUGHT = re.compile(f"(?:{THINKING_START.pattern})(.*?)(?:{THINKING_END.pattern})", re.DOTALL)
 
@@ -319,6 +321,25 @@ def parse_number(value: Any) -> Any:
             return read(value)
         except ValueError:
             continue
+    return value
+
+
+def parse_list(value: Any, name: str) -> Any:
+    """Parses a text that is the JSON of a list of texts or numbers, as in a CSV file.
+
+    Any other value is returned unchanged, also the JSON of other things. Raises `BadRow` for a list
+    of texts as Python writes it. `name`: the column, for the error.
+
+    >>> parse_list('["4", "5"]', "negatives"), parse_list("[citation needed]", "negatives")
+    (['4', '5'], '[citation needed]')
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    values = parse_if_json(value)
+    if isinstance(values, list) and all(isinstance(each, str | int | float) for each in values):
+        return values
+    if isinstance(values, str) and PYTHONS_LIST.fullmatch(value):  # as pandas writes it
+        raise BadRow(f"{name}: a list that is not JSON: {value:.60}; write it by json.dumps")
     return value
 
 

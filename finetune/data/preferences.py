@@ -50,6 +50,7 @@ from finetune.data.messages import (
     describe_value,
     is_of_assistant,
     list_columns,
+    parse_list,
     parse_number,
     parse_turns,
     read_role,
@@ -147,8 +148,8 @@ def parse_steps(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
     prompt = columns.take_text(source.prompt_column or "prompt")
     steps_name = source.completion_column or "completions"
     labels_name = source.label_column or "labels"
-    steps = columns.take(steps_name)
-    labels = columns.take(labels_name)
+    steps = parse_list(columns.take(steps_name), steps_name)
+    labels = parse_list(columns.take(labels_name), labels_name)
     if not isinstance(steps, list) or not all(isinstance(step, str) and step for step in steps):
         raise BadRow(f"{steps_name}: a list of text is expected, found {describe_value(steps)}")
     if not isinstance(labels, list) or any(label not in (0, 1) for label in labels):

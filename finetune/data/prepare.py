@@ -336,7 +336,8 @@ def open_stream(
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     content = [describe_source(source) for source in data.datasets]
     kind = recipe.method_facts.rows
-    key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength)
+    masks = recipe.method_facts.masks
+    key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength, masks)
     # Each launch has blocks of its own; all ranks on a machine have the same parent process. The
     # notes are shared between launches.
     launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
@@ -375,6 +376,12 @@ def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note)
     )
 
 
+def find_image_family(*batches: StoredBatches | None) -> str | None:
+    """Returns the `model_type` of the model that takes the rows' images; None without images."""
+    with_images = (data.images for data in batches if data is not None)
+    return next((images.family for images in with_images if images is not None), None)
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedData:
     """The data of a run, for training and evaluation."""
@@ -390,11 +397,9 @@ class PreparedData:
 
         None if no row has an image, or the rows are not read yet.
         """
-        stored = [data for data in (self.train, self.evaluation) if isinstance(data, StoredBatches)]
-        families = [data.images.family for data in stored if data.images is not None]
-        if isinstance(self.train, StreamedBatches):
-            families += self.train.image_families
-        return next(iter(families), None)
+        if isinstance(self.train, StoredBatches):
+            return find_image_family(self.train, self.evaluation)
+        return find_image_family(self.evaluation) or next(iter(self.train.image_families), None)
 
     def complete_recipe(self, recipe: Recipe) -> Recipe:
         """Returns the recipe with the `overlength` that the data decides, if it is null there.
@@ -491,15 +496,17 @@ def batch_rows(
 
 def preview_data(
     recipe: Recipe, tokenizer: Any, world: DataParallelRank
-) -> tuple[StoredBatches, DataReport]:
-    """Returns the training data and its report; of a stream only its first block.
+) -> tuple[StoredBatches, StoredBatches | None, DataReport]:
+    """Returns (training batches, held-out batches, report); of a stream only its first block.
+
+    The held-out batches are None if nothing is held out.
 
     A fatal finding is no error here, and is in the report. Raises `UserError` if the data cannot be
     read, or nothing is left to train on.
     """
     if not recipe.data.streaming:
-        train, _, report = _read_stored(recipe, tokenizer, world)
-        return train, report
+        return _read_stored(recipe, tokenizer, world)
+    held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     stream = open_stream(recipe, tokenizer, world)
     examples, source = stream.select_examples(stream.open_block_store(0))
     stream.remove_blocks()  # the open store stays readable, because it is memory-mapped
@@ -507,7 +514,8 @@ def preview_data(
         problem = f"{recipe.place_of('datasets')}: datasets: nothing is left of the first block"
         refuse_empty(source.findings, problem)
     train = make_train_batches(recipe, examples, tokenizer, world)
-    return train, make_report(train, (source,))
+    evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
+    return train, evaluation, make_report(train, (source,), eval_sources, held_out)
 
 
 def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:

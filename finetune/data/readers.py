@@ -13,6 +13,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,12 @@ KINDS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
+# the beginning of an object with its rows in a list, as `json.dump` writes it on one line; the keys
+# before the list have no lists or objects
+ROWS_ON_ONE_LINE = re.compile(
+    rb"""\{\s*("[^"]*"\s*:\s*("[^"]*"|[\w.+-]+)\s*,\s*)*"""
+    rb""""(data|rows|examples|instances|train)"\s*:\s*\[\s*\{"""
+)
 
 
 CHUNK_BYTES = 2**20  # read from a file at once, at least
@@ -253,12 +260,13 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
             yield from read_array(path, stream)
             return
         decoder = RowDecoder()
-        if (
-            start.startswith(b"{")
-            and isinstance(first_line, str)
-            and isinstance(parse_line(first_line, decoder), BadRow)
-        ):
-            # one object over many lines, or JSON Lines with a damaged first row
+        # JSON Lines with a damaged first row, unless it is one object over many lines
+        is_line_damaged = isinstance(first_line, str) and isinstance(
+            parse_line(first_line, decoder), BadRow
+        )
+        # JSON Lines with such a column, unless it is one object on one line
+        has_list_of_rows = not has_lines(path) and ROWS_ON_ONE_LINE.match(start)
+        if start.startswith(b"{") and (is_line_damaged or has_list_of_rows):
             rows = read_wrapped_rows(path, stream)
             if rows is not None:
                 yield from enumerate(rows, 1)

@@ -18,7 +18,7 @@ from finetune.data.formats import (
     first_given,
     label_of_number,
 )
-from finetune.data.messages import BadRow, list_columns, parse_number
+from finetune.data.messages import BadRow, list_columns, parse_list, parse_number
 from finetune.units import is_fp32_number
 
 # The columns' usual names, in sentence-transformers and NeMo Automodel.
@@ -82,8 +82,8 @@ def parse_ranked(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
         texts, scores = _take_positive_and_negatives(columns, source)
     else:
         name = _find_document_column(row, source, CANDIDATES)
-        texts = list(_read_texts(_wrap_in_list(columns.take(name)), name))
-        scores = list(_read_scores(_wrap_in_list(columns.take(label_column)), label_column))
+        texts = list(_read_texts(_take_list(columns, name), name))
+        scores = list(_read_scores(_take_list(columns, label_column), label_column))
         if len(texts) != len(scores):
             raise BadRow(
                 f"{label_column}: {len(scores)} numbers for {len(texts)} documents in {name}"
@@ -128,7 +128,9 @@ def _take_positive_and_negatives(
     return texts, [1.0] + [0.0] * (len(texts) - 1)
 
 
-def _wrap_in_list(value: Any) -> list[Any]:
+def _take_list(columns: Columns, name: str) -> list[Any]:
+    """Takes the list of a column, which may be JSON text; of any other value a list of it alone."""
+    value = parse_list(columns.take(name), name)
     return value if isinstance(value, list) else [value]
 
 
@@ -205,7 +207,7 @@ def _take_text(columns: Columns, name: str) -> str:
 
     Raises `BadRow` if there is no text, or an empty one.
     """
-    value = columns.take(name)
+    value = parse_list(columns.take(name), name)
     if isinstance(value, list):
         texts = list(_read_texts(value, name))
     else:
@@ -227,9 +229,8 @@ def _take_negatives(columns: Columns, source: DatasetSource) -> Iterable[str]:
     )
     names = (source.rejected_column,) if source.rejected_column else (*NEGATIVE, *numbered)
     for name in names:
-        value = columns.take(name)
-        if value is not None:
-            yield from _read_texts(_wrap_in_list(value), name)
+        if columns.take(name) is not None:
+            yield from _read_texts(_take_list(columns, name), name)
 
 
 def _is_numbered_negative(name: str) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b, file_digest
+from importlib.metadata import version
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -363,7 +364,10 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *descriptions: Any) -
     digest = blake2b(json.dumps(inputs, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     if (images := getattr(tokenizer, "images", None)) is not None:
-        digest.update(json.dumps([images.is_expected, images.describe()], sort_keys=True).encode())
+        # transformers counts the tokens of an image, beside the files of the processor
+        library = version("transformers") if images.is_expected else ""
+        facts = [images.is_expected, images.describe(), library]
+        digest.update(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()
 
 

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.batches import MicroBatch
 from finetune.data.data_report import measure_fill
+from finetune.data.examples import cut, cut_prompts, join
 from finetune.data.packing import BatchConfig, StoredBatches, make_batches
-from tests.data.world import Rank, examples_of
+from tests.conftest import make_tokenizer
+from tests.data.world import Rank, examples_of, store_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, size=101).tolist()
 
@@ -256,3 +258,20 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
     assert max(abs(packed[place] - padded[place]) for place in packed) <= 1e-6 * max(
         packed.values()
     )
+
+
+def test_a_prompt_is_asked_only_with_its_whole_answer() -> None:
+    lengths = (9, 8, 14)
+    store = store_of([list(range(10, 10 + length)) for length in lengths], first_trained=4)
+    # the second document has more after its answer, where it is cut
+    longer = store_of([list(range(10, 22))], first_trained=4)
+    longer.labels[6:] = IGNORE_INDEX
+    tokenizer = make_tokenizer()
+    for overlength in ("truncate", "split"):
+        parts = [cut(each, 8, overlength)[0] for each in (store, longer)]
+        prompts = cut_prompts(join(parts), 9, tokenizer)
+        assert [prompt.prompt_ids for prompt in prompts] == [[10, 11, 12, 13]] * 2
+        answers = [range(14, 18), range(14, 17)]  # of the second document, and of the longer one
+        assert [prompt.answer for prompt in prompts] == [
+            tokenizer.decode(list(answer)).strip() for answer in answers
+        ]

@@ -36,6 +36,12 @@ def test_a_class_is_a_name_or_its_place() -> None:
     )
 
 
+def test_a_number_with_a_point_is_the_class_without_it() -> None:
+    for label, score in ((0, 0), (1, 1), (3, 2)):  # 3 is a name
+        for written in (label, float(label), str(float(label))):
+            assert read({"text": "Hurrah", "label": written})[1] == score
+
+
 def test_a_conversation_may_end_with_either_side() -> None:
     asked = [{"role": "user", "content": "Hello"}]
     for turns in (asked, [*asked, {"role": "assistant", "content": "Hi"}]):
@@ -54,7 +60,8 @@ def test_a_conversation_may_end_with_either_side() -> None:
         ({"text": "x", "label": 4}, "4 is none of labels"),
         ({"text": "x", "label": -1}, "-1 is none of labels"),
         ({"text": "x", "label": True}, "True is none of labels"),
-        ({"text": "x", "label": 1.0}, "1.0 is none of labels"),
+        ({"text": "x", "label": 0.5}, "0.5 is none of labels"),
+        ({"text": "x", "label": "nan"}, "'nan' is none of labels"),
         ({"messages": [], "label": 0}, "messages: an empty list"),
         ({"label": 0}, "unknown format"),
     ],

@@ -119,6 +119,25 @@ def test_json_holds_every_token_with_its_mask(
     assert printed["report"]["tokens"] == len(row["tokens"])
 
 
+@pytest.mark.parametrize("overlength", ["split", "truncate"])
+def test_every_trained_token_of_a_cut_example_is_counted(
+    recipe: Path, overlength: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.jsonl").write_text(json.dumps({"text": "one two three four five six seven"}) + "\n")
+    with recipe.open("a") as file:
+        file.write(f"max_length: 4\noverlength: {overlength}\n")
+    assert main(["inspect", "--recipe", str(recipe), "--json"]) == 0
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    ids = [[token["id"] for token in row["tokens"]] for row in printed["rows"]]
+    counts = [sum(token["trained"] for token in row["tokens"]) for row in printed["rows"]]
+    after = [row["next_token_id"] for row in printed["rows"] if "next_token_id" in row]
+    assert printed["report"]["trained_tokens"] == sum(counts) + len(after)
+    assert len(after) >= 1 and after[: len(ids) - 1] == [part[0] for part in ids[1:]]
+    assert main(["inspect", "--recipe", str(recipe), "--rows", "1"]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head == "example 0, a.jsonl:1: 4 tokens, 4 trained, the last of them after the end shown"
+
+
 def test_examples_are_selected_by_the_numbers_that_a_run_reports(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +203,36 @@ def test_a_stream_shows_its_first_block(
     assert "example 0, a.jsonl:1" in shown and "examples" in shown
     assert "\na.jsonl, b.jsonl: " in shown
     assert not list((recipe.parent / "cache").rglob("block-000000"))
+
+
+def test_the_held_out_rows_of_a_stream_are_read(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with recipe.open("a") as file:
+        file.write("streaming: true\nmax_steps: 3\neval_datasets: [{path: held_out.jsonl}]\n")
+    Path("held_out.jsonl").write_text('{"text": "Hi"}\n')
+    assert main(["inspect", "--recipe", str(recipe)]) == 0
+    assert "held out: held_out.jsonl: 1 row read" in capsys.readouterr().out
+    Path("held_out.jsonl").write_text('{"message": "what is this"}\n')
+    assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
+    assert "held_out.jsonl:1: unknown format" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("replaced", ["datasets", "eval_datasets"])
+def test_what_launch_refuses_of_images_is_shown(
+    replaced: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the rows with images are trained on or held out; the others are of text alone."""
+    (tmp_path / "text.jsonl").write_text('{"text": "red"}\n')
+    overrides = [
+        "attn_implementation=eager",
+        f"dataset_cache_dir={tmp_path}",
+        f"{replaced}=[{{path: {tmp_path}/text.jsonl}}]",
+    ]
+    arguments = ["inspect", "--recipe", "quickstart_vision", "--rows", "0", *overrides]
+    assert main(arguments) == EXIT_USER_ERROR
+    printed = capsys.readouterr().out
+    assert "attn_implementation: eager: does not keep packed documents" in printed
 
 
 def test_the_spaces_of_sentencepiece_are_kept() -> None:
@@ -387,3 +436,30 @@ def test_the_prompt_of_each_turn_stands_beside_what_is_trained(
         + "\n  and trained to answer:\n>>one<|im_end|><<\n"
         in printed
     )
+
+
+def test_the_turns_are_those_of_what_is_trained(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not of a mismatched answer, and of the entry of `datasets` that the example comes from."""
+    rated = [{"prompt": f"p{i}", "completion": f"a{i}", "label": True} for i in range(9)]
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rated))
+    Path("b.csv").write_text("q1,a1,q2,a2\nred?,yes,blue?,no\n")
+    two = [
+        {
+            "path": "b.csv",
+            "type": "messages",
+            "prompt_column": f"q{i}",
+            "completion_column": f"a{i}",
+        }
+        for i in (1, 2)
+    ]
+    kto = ["method=kto", 'datasets=[{"path": "a.jsonl", "max_samples": 3}]']
+    for overrides in (kto, [f"datasets={json.dumps(two)}"]):
+        asked = ["inspect", "--recipe", str(recipe), "--turns", "--json", "--rows", "3", *overrides]
+        assert main(asked) == 0
+        for row in json.loads(capsys.readouterr().out)["rows"]:
+            trained = "".join(token["text"] for token in row["tokens"] if token["trained"])
+            (turn,) = row["turns"]
+            if row.get("side") != "mismatched":
+                assert "".join(piece["text"] for piece in turn["answer"]) == trained

@@ -12,13 +12,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource
-from finetune.data.formats import parse_row
+from finetune.data.formats import ParsedRow, parse_row
 from finetune.data.groups import GroupReader
 from finetune.data.messages import BadRow
 from finetune.data.readers import MAX_ROW_BYTES, RepeatedKeys, _read_lines
@@ -248,6 +249,37 @@ def test_the_numbers_of_csv_are_those_of_json(
     assert of_csv == of_json
 
 
+TEXTS = ["n1", "it's"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [
+        ("retrieval", {"query": "q", "positive": "d", "negatives": TEXTS}),
+        ("retrieval", {"query": "q", "positive": TEXTS, "negative": "n"}),
+        ("ranked", {"query": "q", "documents": TEXTS, "labels": [1, 0.5]}),
+        ("steps", {"prompt": "q", "completions": TEXTS, "labels": [True, False]}),
+        ("classes", {"text": "x", "label": ["bad", "good"]}),
+    ],
+)
+def test_the_lists_of_csv_are_those_of_json(kind: RowKind, row: dict[str, Any]) -> None:
+    data = Data(labels=("bad", "good"), num_negatives=1, problem_type="multi_label_classification")
+
+    def read(write: Callable[[Any], str]) -> ParsedRow | BadRow:
+        cells = {
+            name: write(value) if isinstance(value, list) else value for name, value in row.items()
+        }
+        (read_row,) = GroupReader(kind, data).read([cells], DatasetSource(path="rows.csv"))
+        return read_row
+
+    (of_json,) = GroupReader(kind, data).read([row], DatasetSource(path="rows.jsonl"))
+    assert not isinstance(of_json, BadRow)
+    assert read(json.dumps) == of_json
+    # str() is what pandas writes for lists, and for the arrays that it reads from Parquet
+    for write in (str, lambda values: str(np.array(values))):
+        assert "a list that is not JSON" in str(read(write))
+
+
 def test_parquet_and_arrow_and_text_are_read(tmp_path: Path) -> None:
     import datasets
 
@@ -401,6 +433,9 @@ def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) 
         "a.json",
         json.dumps({"version": {"a": [1]}, "none": [], "data": rows}, indent=1).encode(),
     )
+    # more than a row may have, on one line
+    on_one_line = written(tmp_path, "b.json", json.dumps({"version": "1", "data": rows}).encode())
+    assert sum(row == rows[0] for _, row in read_file(str(on_one_line))) == len(rows)
     cut = written(tmp_path, "cut.jsonl", b'{"text": "a\n' + b'{"text": "b"}\n' * 2_000_000)
     tracemalloc.start()
     assert sum(row == rows[0] for _, row in read_file(str(path))) == len(rows)
@@ -411,6 +446,21 @@ def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) 
     ]
     assert tracemalloc.get_traced_memory()[1] < 12 * 2**20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"messages": [{"role": "user", "content": '"data": [{'}]}],
+        [{"text": "a", "more": {"data": [{"b": 1}]}}],
+        [{"data": [{"b": 1}]}, {"data": [{"b": 2}]}],
+    ],
+)
+def test_a_row_with_a_list_on_its_line_stays_one_row(
+    rows: list[dict[str, object]], tmp_path: Path
+) -> None:
+    path = written(tmp_path, "a.json", "\n".join(map(json.dumps, rows)).encode())
+    assert [row for _, row in read_file(str(path))] == rows
 
 
 @pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \n", b"\n \n", b"\n" * 5000 + b"\r\n"])

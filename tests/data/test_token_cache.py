@@ -16,6 +16,7 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.data.prepare import open_cached_store
 from finetune.data.sources import hash_content, hash_file
 from finetune.data.token_store import DamagedStore, cache_key, open_store
+from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.ranks import launch_ranks, start_ranks
@@ -218,6 +219,21 @@ def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: P
     )  # same size, same time: only the content differs
     assert hash_file(str(rows)) != before
     assert key_of(source, Data(), tokenizer) not in keys
+
+
+def test_the_library_that_counts_the_tokens_of_images_is_in_their_key(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = read_recipe("quickstart_vision")
+    tokenizers = load_tokenizer(recipe.model, recipe.data), make_tokenizer()
+
+    def keys() -> list[str]:
+        source = DatasetSource(path=str(rows))
+        return [cache_key(source, {}, recipe.data, tokenizer) for tokenizer in tokenizers]
+
+    before = keys()
+    monkeypatch.setattr("finetune.data.token_store.version", lambda _: "6.0")
+    assert [key == old for key, old in zip(keys(), before, strict=True)] == [False, True]
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(rows: Path, tmp_path: Path) -> None:
