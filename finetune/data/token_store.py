@@ -410,7 +410,7 @@ def _open_when_written(folder: Path, canceled: Event | None) -> TokenStore:
             the damage, as in an image that has changed meanwhile.
         UserError: As in `wait_for_store`.
     """
-    damaged_folder = None  # the time of its last change, by which a replaced one is told apart
+    damaged_folder = None  # the time of its last change, by which a replaced one is recognized
     damaged_since = 0.0
     while True:
         wait_for_store(folder, canceled)
