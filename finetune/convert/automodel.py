@@ -14,7 +14,7 @@ from finetune.config.facts import read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.asked_layout import trains_copy
 from finetune.convert.counterparts import ToolFile
-from finetune.convert.defaults import set_optimizers_defaults
+from finetune.convert.defaults import DEFAULTS, set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.image_models import UNKNOWN_IMAGES, reads_images, runs_for_images
 from finetune.convert.model_names import (
@@ -76,13 +76,18 @@ ROWS_READ_AGAIN = (
     "epochs: where the ranks do not divide the rows, the first of an epoch, fewer than there are "
     "ranks, are read again at its end there, of held-out rows too"
 )
+UNFILLED_LEFT_OUT = (
+    "epochs: the rows of a rank that fill no micro-batch are left out there; here they are a last, "
+    "short step"
+)
 # recipes/vlm/finetune.py, and recipes/llm/kd.py
 UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
-# pad_to_max_length of components/datasets/llm/hellaswag.py
+# pad_to_max_length of components/datasets/llm/hellaswag.py, and `padding: max_length` of the others
 PADDED_ROWS = (
-    "each row is padded to the longest of the data before it is packed there: a packed row has "
-    "fewer rows, and an epoch more steps"
+    "each row is padded to {} before it is packed there: a packed row has fewer rows, and an epoch "
+    "more steps"
 )
+LONGEST = "the longest of the data"
 # transformers' _is_packed_sequence finds documents only in a batch of one row
 DOCUMENTS_NOT_APART = (
     "documents in a packed row attend to those before under flash attention there, its default, "
@@ -133,6 +138,22 @@ HEAD_APART = (
 )
 
 
+def _adapt_batch(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the rows of a step where the batches of `dataloader` are of another size.
+
+    Their number is that of micro-batches of `local_batch_size` in `global_batch_size`, by
+    _resolve_dataloader of recipes/_typed_config.py.
+    """
+    schedule = read_section(settings, "step_scheduler")
+    size = read_section(settings, "dataloader").get("batch_size")
+    local_size = schedule.get("local_batch_size") or 1
+    if isinstance(size, int) and isinstance(local_size, int) and size != local_size:
+        recipe = conversion.recipe
+        rows = recipe.get("global_batch_size", DEFAULTS["Automodel"]["global_batch_size"])
+        recipe["global_batch_size"] = rows * size // local_size
+        recipe["per_device_train_batch_size"] = size
+
+
 def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     """Sets when checkpoints are saved and when held-out rows are measured.
 
@@ -143,10 +164,7 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
     has_pipeline = has_stages(settings)
     is_for_images = runs_for_images(settings)
     drops_last_rows = has_pipeline and not is_for_images
-    if drops_last_rows or read_section(settings, "dataloader").get("drop_last"):
-        conversion.remarks.append(LAST_ROWS_LEFT_OUT)
-    else:
-        conversion.remarks.append(ROWS_READ_AGAIN if is_for_images else UNEVEN_ROWS_LEFT_OUT)
+    _report_last_rows(settings, drops_last_rows, conversion)
     epochs = schedule.get("num_epochs", DEFAULT_EPOCHS)
     steps = schedule.get("max_steps")
     if epochs is not None and steps is not None:
@@ -165,6 +183,19 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(MEASURED_WITH_SAVES)
     if drops_last_rows or read_section(settings, "validation_dataloader").get("drop_last"):
         conversion.remarks.append(HELD_OUT_ROWS_LEFT)
+
+
+def _report_last_rows(settings: ToolFile, drops_last_rows: bool, conversion: Conversion) -> None:
+    """Reports which rows an epoch leaves out, or reads twice, at its end."""
+    asks_to_drop = read_section(settings, "dataloader").get("drop_last")
+    if runs_for_images(settings):
+        conversion.remarks.append(ROWS_READ_AGAIN)
+        if asks_to_drop:
+            conversion.remarks.append(UNFILLED_LEFT_OUT)
+    elif drops_last_rows or asks_to_drop:
+        conversion.remarks.append(LAST_ROWS_LEFT_OUT)
+    else:
+        conversion.remarks.append(UNEVEN_ROWS_LEFT_OUT)
 
 
 def _adapt_saves(settings: ToolFile, conversion: Conversion) -> None:
@@ -216,14 +247,14 @@ def _adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
 
 def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which documents Automodel packs into a row, and which of them see each other."""
-    size = read_section(settings, "packed_sequence").get("packed_sequence_size") or 0
+    size = _read_packed_size(settings)
     if not size:
         return
-    dataset = read_section(settings, "dataset")
-    is_hellaswag = str(dataset.get("_target_")).endswith("HellaSwag")
-    is_padded = is_hellaswag and dataset.get("pad_to_max_length", True)
+    padded_length = _find_padded_length(read_section(settings, "dataset"))
+    is_padded = padded_length is not None
     if is_padded:
-        conversion.add_difference("packed_sequence.packed_sequence_size", size, PADDED_ROWS)
+        note = PADDED_ROWS.format(padded_length)
+        conversion.add_difference("packed_sequence.packed_sequence_size", size, note)
     rows = _count_rows_of_forward(settings)
     model = read_section(settings, "model")
     is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
@@ -233,6 +264,23 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     may_flash = not model.get("backend") and _may_use_flash_attention(settings)
     if is_thd and has_several_rows and may_flash:
         conversion.add_difference("step_scheduler.local_batch_size", rows, DOCUMENTS_NOT_APART)
+
+
+def _read_packed_size(settings: ToolFile) -> Any:
+    """Returns the length of packed rows of texts; 0 if no rows are packed so.
+
+    The recipe for images does not read this key.
+    """
+    packed = read_section(settings, "packed_sequence")
+    return 0 if runs_for_images(settings) else packed.get("packed_sequence_size") or 0
+
+
+def _find_padded_length(dataset: Mapping[str, Any]) -> str | None:
+    """Returns to which length a data set pads its rows, in words; None if it pads none."""
+    if str(dataset.get("_target_")).endswith("HellaSwag"):
+        return LONGEST if dataset.get("pad_to_max_length", True) else None
+    length = dataset.get("seq_length")
+    return f"seq_length ({length})" if length and dataset.get("padding") == "max_length" else None
 
 
 def has_stages(settings: ToolFile) -> bool:
@@ -520,6 +568,20 @@ def _report_router_weights(family: str, settings: ToolFile, conversion: Conversi
         conversion.add_difference("model", name_model(settings), GATES_IN_FP32[family])
 
 
+def _defers_reduction(settings: ToolFile) -> bool:
+    """Whether Automodel reduces the gradients of a step's micro-batches at its end alone.
+
+    get_sync_ctx does so for a model that is wrapped itself. Where its parts alone are, by
+    parallelize_model of components/moe/parallelizer.py, MoEFSDPSyncMixin may do so.
+    """
+    layout = read_section(settings, "distributed")
+    wraps_model = read_section(layout, "moe").get("wrap_outer_model", True)
+    if _is_shared(layout, "ep_size") and wraps_model is False:
+        backend = read_section(read_section(settings, "model"), "backend")
+        return bool(backend.get("enable_fsdp_optimizations"))
+    return bool(layout.get("defer_fsdp_grad_sync", True))
+
+
 def _adds_in_fp32(settings: ToolFile) -> bool:
     """Whether Automodel adds a step's micro-batches in float32, and casts only the sum to 16 bits.
 
@@ -532,7 +594,7 @@ def _adds_in_fp32(settings: ToolFile) -> bool:
     is_plain_fsdp2 = (
         layout.get("strategy", "fsdp2") == "fsdp2" and has_one_group and not has_stages(settings)
     )
-    is_deferred = layout.get("defer_fsdp_grad_sync", True) and "float32" in str(dtype)
+    is_deferred = _defers_reduction(settings) and "float32" in str(dtype)
     # one micro-batch a step, on one process: nothing is added
     is_one = schedule.get("global_batch_size", 0) == schedule.get("local_batch_size", 1)
     return bool(is_plain_fsdp2 and is_deferred and not is_one)
@@ -714,6 +776,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
     if settings.get("wandb") and read_section(settings, "wandb").get("enable", True):
         recipe["report_to"] = "wandb"
+    _adapt_batch(settings, conversion)
     _adapt_loop(settings, conversion)
     _report_packing(settings, conversion)
     _report_head(settings, conversion)
@@ -781,7 +844,7 @@ def _adapt_automodel_lengths(settings: ToolFile, conversion: Conversion) -> None
     recipe = conversion.recipe
     packed = read_section(settings, "packed_sequence")
     dataset = read_section(settings, "dataset")
-    packed_length = packed.get("packed_sequence_size") or 0
+    packed_length = _read_packed_size(settings)
     is_cut = dataset.get("truncation") not in NO_TRUNCATION
     # without truncation seq_length is the length to which rows are padded
     row_length = dataset.get("seq_length") if is_cut else None
@@ -891,6 +954,13 @@ BLANK_IMAGES = (
     "a blank image is put before the first question of a row without one there, which shifts what "
     "follows; none is here"
 )
+# PreTokenizedDatasetWrapper tokenizes the rendered text as any text
+STARTS_TWICE = (
+    "rows: where the chat template writes the BOS token and the tokenizer begins each text with "
+    "one too, as Gemma 3's, a row begins with two there; with one here"
+)
+# models whose tokenizer begins no text with BOS; that of Gemma 4's base models does
+WITHOUT_OWN_BOS = re.compile(r"qwen|internvl|gemma-?4-.*it\b")
 # build_labels of collate_fns.py: the templates of these families write nothing between a question's
 # end and an answer, so that _derive_turn_markers finds no marker
 FAMILIES_WITHOUT_HEADER = ("mistral3",)
@@ -922,12 +992,8 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     for key, value in functions.items():
         if str(value).endswith(THOUGHT_WRITERS) and is_gemma:
             conversion.add_difference(key, value, THOUGHT_ADDED)
-    dataset = read_section(settings, "dataset")
-    is_tokenized = packed.get("pretokenize", is_packed)
-    has_only_texts = runs_for_images(settings) and not reads_images(settings)
-    if is_tokenized and has_only_texts and dataset.get("inject_fake_images", True):
-        asked = dataset.get("inject_fake_images")
-        conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
+    if runs_for_images(settings) and packed.get("pretokenize", is_packed):
+        _report_tokenized(settings, conversion)
     # since 0.7 the recipe for texts reads freeze_config too
     is_frozen = read_section(settings, "freeze_config").get("freeze_language_model")
     has_text_part = runs_for_images(settings) or has_tower(name)
@@ -939,6 +1005,16 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("model", name, FOUND_BY_WORDS)
     if conversion.images in FAMILIES_WITH_BREAK:
         conversion.remarks.append(HEADER_UNFOUND)
+
+
+def _report_tokenized(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what Automodel writes into rows that it tokenizes before it makes batches of them."""
+    dataset = read_section(settings, "dataset")
+    asked = dataset.get("inject_fake_images")
+    if not reads_images(settings) and dataset.get("inject_fake_images", True):
+        conversion.add_difference("dataset.inject_fake_images", asked, BLANK_IMAGES)
+    if not WITHOUT_OWN_BOS.search(name_model(settings).lower()):
+        conversion.remarks.append(STARTS_TWICE)
 
 
 # Families whose own class gives the tokens of an image positions by row and column. Its text part
@@ -981,6 +1057,12 @@ OF_ONE_DOCUMENT = " of one document alone"
 IMAGES_IN_ORDER = (
     "in packed rows an image's tokens see those before them alone there; here each other too"
 )
+# _detect_causal_mask of _transformers/te_attention.py reads the first and the last row of a mask.
+# Automodel's own classes, such as that of Gemma 4, compute attention otherwise.
+IMAGES_UNSEEN_BY_ENGINE = (
+    "where no row of a micro-batch is padded, an image's tokens see those before them alone there; "
+    "here each other too"
+)
 # families whose own class computes attention by transformers' functions
 FAMILIES_BY_TRANSFORMERS = ("gemma3_text", "gemma3n_text", "gemma4_text", "llama", "qwen2")
 # Families whose own class computes attention by BackendConfig.attn, and passes the mask on as is.
@@ -1005,19 +1087,22 @@ SEEN_BY_ENGINE = (
 
 
 def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the attention masks of packed rows show other tokens there than here.
+    """Reports where attention masks, above all of packed rows, show other tokens there than here.
 
-    Only rows that are packed without `thd` and without context parallelism have these masks.
+    Only rows that are packed without `thd` and without context parallelism have those masks.
     """
     packed = read_section(settings, "packed_sequence")
     is_for_images = bool(packed.get("pack_size")) and packed.get("packing_format") != "thd"
     ranks = read_section(settings, "distributed").get("cp_size")
+    model = read_section(settings, "model")
+    attention = model.get("attn_implementation")
+    is_whole = ranks in (None, 1) and not packed.get("pack_size")
+    if attention == "te" and conversion.images == "gemma3" and is_whole:
+        conversion.add_difference("model.attn_implementation", attention, IMAGES_UNSEEN_BY_ENGINE)
     if ranks not in (None, 1) or not (is_for_images or packed.get("packing_strategy") == "neat"):
         return
     name = name_model(settings)
     family = guess_family(name) or ""
-    model = read_section(settings, "model")
-    attention = model.get("attn_implementation")
     backend = read_section(model, "backend").get("attn")
     has_own_class = is_mixture(name) and not is_of_transformers(settings)
     is_by_transformers = is_for_images and not has_own_class

@@ -69,11 +69,6 @@ NOT_READ = "{} does not read it"
 NOISE_ALPHA = 5.0
 DEFAULT_NOISE = f"{NOISE_ALPHA}, its default"
 NO_NOISE = "not read with images there, nor taken over here"
-# _resolve_dataloader of Automodel's recipes/_typed_config.py
-ROWS_OF_LOADER = (
-    "a micro-batch has so many rows there, and a step as many micro-batches as local_batch_size "
-    "says; here a micro-batch has local_batch_size rows"
-)
 TOKENIZER_ELSEWHERE = (
     "the tokenizer is read from elsewhere than the model there; tokenizer_name_or_path names one"
 )
@@ -258,7 +253,7 @@ def _find_torchtune_recipe(text: str, conversion: Conversion) -> str:
 
 
 def _report_automodel(settings: ToolFile, conversion: Conversion) -> None:
-    """Sets NEFTune's noise by Automodel's default, and reports `batch_size` of the data loader.
+    """Sets NEFTune's noise by Automodel's default.
 
     The recipe for images reads no noise.
     """
@@ -273,9 +268,6 @@ def _report_automodel(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("neftune.noise_alpha", alpha, NO_NOISE)
     elif alpha and is_default:
         conversion.add_remark("neftune.noise_alpha", None, DEFAULT_NOISE)
-    rows = _find_value(settings, "dataloader.batch_size")
-    if rows and rows != recipe.get("per_device_train_batch_size", 1):
-        conversion.add_difference("dataloader.batch_size", rows, ROWS_OF_LOADER)
 
 
 def _report_balance(settings: ToolFile, conversion: Conversion) -> None:

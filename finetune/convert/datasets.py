@@ -39,6 +39,7 @@ from finetune.convert.factory_v1 import V1_ROWS, list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
 from finetune.convert.image_models import runs_for_images
 from finetune.convert.model_names import guess_family, guess_vision_family
+from finetune.convert.runnable import OWN_WORDS, WORDS_THERE
 from finetune.convert.shared import PACKED_IN_ORDER
 from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows, repeat_rows
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
@@ -564,6 +565,10 @@ def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:
     name = section.get("pretrained_model_name_or_path")
     if name and name != conversion.recipe.get("model_name_or_path"):
         conversion.recipe["tokenizer_name_or_path"] = name
+    # with model.trust_remote_code the line is on the model
+    runs_code = section.get("trust_remote_code") and not conversion.recipe.get("trust_remote_code")
+    if runs_code and OWN_WORDS.search(str(name).lower()):
+        conversion.add_difference("dataset.tokenizer.trust_remote_code", True, WORDS_THERE)
     for key, value in section.items():
         if key not in TOKENIZER_KEYS and value is not None:
             conversion.add_difference(f"dataset.tokenizer.{key}", value, TOKENIZER_AS_IT_IS)

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3TextConf
 from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 from transformers.models.gemma4.modeling_gemma4 import eager_attention_forward
 
 from finetune.config.families import IMAGE_FAMILIES
@@ -26,12 +27,14 @@ from finetune.convert.automodel import (
     GRADIENTS_REDUCED_IN_DTYPE,
     HEADER_UNFOUND,
     IMAGES_IN_ORDER,
+    IMAGES_UNSEEN_BY_ENGINE,
     KEPT_BY_ESTIMATE,
     NUMBERED_IN_STAGES,
     OF_ONE_DOCUMENT,
     PACKED_ROWS_UNMASKED,
     REDUCED_BY_MEGATRON,
     SEEN_BY_ENGINE,
+    STARTS_TWICE,
     THOUGHT_ADDED,
     WITHOUT_WINDOWS,
 )
@@ -449,6 +452,44 @@ def test_what_automodels_masks_of_packed_rows_hide_is_said(
     assert [text for text in known if text in "".join(made.differences)] == lines
     apart = convert_automodels(tmp_path, "of no use", model=model)
     assert not any(text in "".join(apart.differences) for text in known)
+
+
+def test_transformer_engine_takes_gemma_3s_masks_with_an_image_for_causal_in_automodel(
+    tmp_path: Path,
+) -> None:
+    """_detect_causal_mask of its _transformers/te_attention.py goes by the first and the last row."""
+    config = Gemma3TextConfig(sliding_window=4, attn_implementation="sdpa")
+    images = torch.tensor([[-1, -1, 0, 0, -1, -1]])
+    rows = (torch.ones(1, 6, 8), torch.ones_like(images), None, torch.arange(6)[None], images)
+    masks = create_masks_for_vision_model(config, *rows)
+    for mask, last in ((masks["full_attention"], 6), (masks["sliding_attention"], 4)):
+        assert mask[0, 0, 2, 3] and mask[0, 0, 0].sum() == 1 and mask[0, 0, -1].sum() == last
+    model = {"pretrained_model_name_or_path": "google/gemma-3-4b-it", "attn_implementation": "te"}
+    for keys, is_said in (({}, True), ({"distributed": {"cp_size": 2}}, False)):
+        made = convert_automodels(tmp_path, "of no use", model=model, **keys)
+        assert any(IMAGES_UNSEEN_BY_ENGINE in line for line in made.differences) == is_said
+    own = model | {"pretrained_model_name_or_path": "google/gemma-4-31B-it"}
+    made = convert_automodels(tmp_path, "of no use", model=own)
+    assert not any(IMAGES_UNSEEN_BY_ENGINE in line for line in made.differences)
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "is_said"),
+    [
+        ("google/gemma-3-4b-it", {"pretokenize": True}, True),
+        ("google/gemma-3-4b-it", {"pack_size": 64}, True),
+        ("google/gemma-3-4b-it", {}, False),
+        ("google/gemma-4-31B", {"pack_size": 64}, True),
+        ("google/gemma-4-31B-it", {"pack_size": 64}, False),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", {"pack_size": 64}, False),
+    ],
+)
+def test_automodels_rows_that_are_tokenized_first_may_begin_with_two_bos_tokens(
+    name: str, packed: dict[str, Any], is_said: bool, tmp_path: Path
+) -> None:
+    """PreTokenizedDatasetWrapper of its components/datasets/vlm/datasets.py."""
+    made = convert_automodels(tmp_path, name, packed_sequence=packed)
+    assert (STARTS_TWICE in made.remarks) == is_said
 
 
 @pytest.mark.parametrize(

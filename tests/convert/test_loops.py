@@ -58,6 +58,7 @@ from finetune.convert.automodel import (
     KEEPS_BIASES,
     LAST_ROWS_LEFT_OUT,
     LATENTS_IN_06,
+    LONGEST,
     MAYBE_WIDENED,
     MEASURED_WITH_SAVES,
     MIMO_IN_06,
@@ -87,6 +88,7 @@ from finetune.convert.automodel import (
     SINKS_FROZEN,
     STEPS_UNCLAMPED,
     UNEVEN_ROWS_LEFT_OUT,
+    UNFILLED_LEFT_OUT,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
     WARMUP_FROM_A_TENTH,
@@ -213,6 +215,7 @@ AUTOMODEL = {
     "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-5},
     "step_scheduler": {"local_batch_size": 1, "ckpt_every_steps": 50},
 }
+COLLATERS = "nemo_automodel.components.datasets.utils.packed_sequence_thd_collater"
 IMAGES = {
     "recipe": "FinetuneRecipeForVLM",
     "dataset": {
@@ -396,7 +399,34 @@ def test_automodels_rows_of_hellaswag_are_padded_before_they_are_packed(
     dataset: dict[str, Any], size: int, is_padded: bool, convert: Convert
 ) -> None:
     made = convert(AUTOMODEL, dataset=dataset, packed_sequence={"packed_sequence_size": size})
-    assert (PADDED_ROWS in said(made)) == is_padded
+    assert (PADDED_ROWS.format(LONGEST) in said(made)) == is_padded
+
+
+@pytest.mark.parametrize("padding", ["max_length", "do_not_pad", None])
+def test_automodels_rows_that_are_padded_to_their_length_are_packed_so(
+    padding: str | None, convert: Convert
+) -> None:
+    """_package_tokenized_example of its components/datasets/llm/formatting_utils.py."""
+    rows = {
+        "_target_": "nemo_automodel.components.datasets.llm.chat_dataset.ChatDataset",
+        "path_or_dataset_id": "org/rows",
+        "seq_length": 256,
+        "padding": padding,
+    }
+    keys = {key: AUTOMODEL[key] for key in ("model", "optimizer")}
+    made = convert(keys, dataset=rows, packed_sequence={"packed_sequence_size": 1024})
+    note = PADDED_ROWS.format("seq_length (256)")
+    assert (note in said(made)) == (padding == "max_length")
+
+
+def test_automodels_recipe_for_images_packs_by_pack_size_alone(convert: Convert) -> None:
+    """resolve_vlm_dataloader of its recipes/_typed_config.py."""
+    model = MODEL | {"pretrained_model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct"}
+    packed = {"packed_sequence_size": 1024}
+    made = convert(AUTOMODEL | IMAGES, model=model, packed_sequence=packed)
+    assert not made.recipe["packing"]
+    packed = {"pack_size": 1024}
+    assert convert(AUTOMODEL | IMAGES, model=model, packed_sequence=packed).recipe["packing"]
 
 
 @pytest.mark.parametrize(
@@ -484,6 +514,28 @@ def test_automodels_ranks_have_as_many_rows_each(
     assert [each for each in (UNEVEN_ROWS_LEFT_OUT, ROWS_READ_AGAIN) if each in text] == [
         line
     ] * bool(line)
+
+
+def test_automodels_ranks_read_rows_of_images_again_and_may_leave_out_those_of_no_micro_batch(
+    convert: Convert,
+) -> None:
+    images = IMAGES | {"model": MODEL | {"pretrained_model_name_or_path": "google/gemma-3-4b-it"}}
+    text = said(convert(AUTOMODEL, **images, dataloader={"drop_last": True}))
+    assert ROWS_READ_AGAIN in text and UNFILLED_LEFT_OUT in text and LAST_ROWS_LEFT_OUT not in text
+    assert UNFILLED_LEFT_OUT not in said(convert(AUTOMODEL, **images))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "rows", "local_rows"), [(None, 32, 2), (2, 32, 2), (4, 64, 4), (1, 16, 1)]
+)
+def test_automodels_batches_of_another_size_make_other_steps(
+    batch_size: int | None, rows: int, local_rows: int, convert: Convert
+) -> None:
+    """batch_size of its DataloaderConfig; StepScheduler counts by local_batch_size."""
+    schedule = {"global_batch_size": 32, "local_batch_size": 2}
+    made = convert(AUTOMODEL, step_scheduler=schedule, dataloader={"batch_size": batch_size})
+    assert made.recipe["global_batch_size"] == rows
+    assert made.recipe["per_device_train_batch_size"] == local_rows
 
 
 @pytest.mark.parametrize(
@@ -1124,12 +1176,20 @@ def test_the_dtype_of_weights_that_automodel_loads_is_said(
     assert AS_FILED not in said(adapted) and WIDENED not in said(adapted)
 
 
+IN_PARTS = {"wrap_outer_model": False}
+OPTIMIZED = {"backend": {"enable_fsdp_optimizations": True}}
+
+
 @pytest.mark.parametrize(
     ("keys", "is_said"),
     [
         ({}, True),
         ({"distributed": {"strategy": "fsdp2", "dp_replicate_size": 1}}, True),
         ({"distributed": {"defer_fsdp_grad_sync": False}}, False),
+        ({"distributed": {"ep_size": 8}}, True),
+        ({"distributed": {"ep_size": 1, "moe": IN_PARTS}}, True),
+        ({"distributed": {"ep_size": 8, "moe": IN_PARTS}}, False),
+        ({"distributed": {"ep_size": 8, "moe": IN_PARTS}, "model": MODEL | OPTIMIZED}, True),
         ({"distributed": {"dp_replicate_size": 2}}, False),
         ({"distributed": {"strategy": "ddp"}}, False),
         ({"distributed": {"mp_policy": {"reduce_dtype": "bfloat16"}}}, False),
@@ -1141,7 +1201,7 @@ def test_the_dtype_of_weights_that_automodel_loads_is_said(
 def test_gradients_that_automodel_adds_in_float32_are_said(
     keys: dict[str, Any], is_said: bool, convert: Convert
 ) -> None:
-    """Source: get_sync_ctx of its components/distributed/utils.py."""
+    """Source: get_sync_ctx of its components/distributed/utils.py, and its MoEFSDPSyncMixin."""
     assert (ADDED_IN_FP32 in convert(AUTOMODEL, **keys).remarks) == is_said
 
 
@@ -1377,6 +1437,8 @@ def test_adapters_in_bfloat16_over_a_quantized_base_are_said(
 
 KIMI = "moonshotai/Kimi-Linear-48B-A3B-Instruct"
 MOONLIGHT = "moonshotai/Moonlight-16B-A3B"
+OF_MOONLIGHT = {"pretrained_model_name_or_path": MOONLIGHT, "trust_remote_code": True}
+UNTRUSTED = {"trust_remote_code": False}
 
 
 def test_automodels_kimi_linear_weighs_experts_with_the_routers_biases(convert: Convert) -> None:
@@ -1416,6 +1478,8 @@ def test_axolotls_own_kimi_linear_routes_otherwise_and_has_linear_experts(conver
             {"model": MODEL | {"pretrained_model_name_or_path": KIMI, "trust_remote_code": True}},
             True,
         ),
+        (AUTOMODEL, {"dataset": HELLASWAG | {"tokenizer": OF_MOONLIGHT}}, True),
+        (AUTOMODEL, {"dataset": HELLASWAG | {"tokenizer": OF_MOONLIGHT | UNTRUSTED}}, False),
     ],
 )
 def test_the_words_of_kimis_own_tokenizer_are_said(
@@ -2579,3 +2643,21 @@ def test_an_empty_text_that_axolotl_leaves_out_is_said_to_stop_a_run(convert: Co
     source = DatasetSource(path="rows.jsonl", type="text")
     with pytest.raises(BadRow, match="empty"):
         parse_row({"text": ""}, source)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"embedding_row_repair": {"min_norm": 1e-4}}, "embedding_row_repair: {"),
+        ({"dataloader": {"collate_fn": {"_target_": f"{COLLATERS}_vlm"}}}, None),
+        ({"dataloader": {"collate_fn": {"_target_": COLLATERS}}}, None),
+        ({"dataset": HELLASWAG | {"filter_overlong": True}}, "dataset.filter_overlong: true   ("),
+        ({"dataset": HELLASWAG | {"truncate_history": True}}, "dataset.truncate_history: true   ("),
+    ],
+)
+def test_what_automodels_rarer_keys_do_is_said_and_padding_is_not(
+    keys: dict[str, Any], line: str | None, convert: Convert
+) -> None:
+    made = convert(AUTOMODEL, **keys)
+    assert line is None or any(each.startswith(line) for each in made.differences)
+    assert not any("not known here" in each or "collate" in each for each in made.differences)

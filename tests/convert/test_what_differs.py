@@ -885,8 +885,6 @@ def test_automodels_defaults_are_those_of_its_newest_version(
         ({"lr_scheduler": COSINE | {"start_wd": 0.1, "end_wd": 0.1}}, ""),
         ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5, "init_lr": 0.0}}, "first step is 0"),
         ({"lr_scheduler": COSINE | {"lr_warmup_steps": 5}}, "from a tenth of the rate"),
-        ({"dataloader": {"batch_size": 4}}, "dataloader.batch_size: 4"),
-        ({"dataloader": {"batch_size": 1}}, ""),
         (
             {"dataset": NEMO["dataset"] | {"tokenizer": {"truncation_side": "left"}}},
             "dataset.tokenizer.truncation_side",
@@ -904,7 +902,6 @@ def test_what_a_file_of_automodels_does_otherwise_is_said(
         "decay goes from",
         "first step is 0",
         "from a tenth of the rate",
-        "dataloader.batch_size: ",
         "dataset.tokenizer.",
         BY_ITS_END,
     }
