@@ -273,7 +273,7 @@ PACKED_AT_ONCE = (
 # LazyLLMDataset of dataset/utils.py, by _init_lazy_tokenize of base_args.py
 DRAWN_ANEW = (
     "max_length: rows are tokenized when they are trained on there, and in place of one that is "
-    "too long another one is drawn; here it is dropped"
+    "too long another one is drawn; none is here"
 )
 
 
