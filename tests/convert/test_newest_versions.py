@@ -99,6 +99,7 @@ from finetune.convert.objectives import (
 from finetune.convert.runnable import MORE_ROWS
 from finetune.convert.shared import (
     BEST_AT_END,
+    EXPERTS_UNDER_4,
     IN_ORDER,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
@@ -1136,6 +1137,18 @@ def test_factorys_fp8_acts_under_transformers_4_alone(convert: Convert) -> None:
     assert FP8_UNDER_4 not in said(convert(file))
     pairs = convert(file, fp8=True, stage="dpo")
     assert "fp8" in pairs.ignored and "fp8" not in said(pairs) + str(pairs.accelerate_file)
+
+
+def test_experts_that_factory_adapts_under_transformers_4_are_said(convert: Convert) -> None:
+    file = FACTORY | {"template": "qwen", "finetuning_type": "lora"}
+    mixture = {"model_name_or_path": "Qwen/Qwen3-30B-A3B-Instruct-2507"}
+    assert EXPERTS_UNDER_4 in said(convert(file | mixture))
+    others: tuple[dict[str, object], ...] = (
+        {"finetuning_type": "full"},
+        {"lora_target": "q_proj,v_proj"},
+        {"model_name_or_path": "Qwen/Qwen3-8B"},
+    )
+    assert not any(EXPERTS_UNDER_4 in said(convert(file | mixture, **keys)) for keys in others)
 
 
 def test_rows_in_factorys_tokenized_path_are_trained_on_as_they_are(convert: Convert) -> None:

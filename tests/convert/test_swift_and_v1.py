@@ -19,6 +19,7 @@ from finetune.convert.factory_v1 import DIVIDED_AGAIN, DRAWN_AGAIN, V1_ROWS
 from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
 from finetune.convert.numbers import ROUNDED_MORE_OFTEN, UNTRAINED_BY_CUT
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
+from finetune.convert.shared import EXPERTS_UNDER_4
 from finetune.convert.swift import (
     ANOTHER_OPTIMIZER,
     ANY_SYSTEM,
@@ -29,7 +30,6 @@ from finetune.convert.swift import (
     EARLIER_ENDS,
     EMPTY_THOUGHTS,
     ENDS_WHOLE,
-    EXPERTS_UNDER_4,
     FOUND_BY_CLASS,
     LOSS_OF_MESSAGES,
     NO_EMPTY_THOUGHTS,
