@@ -11,6 +11,8 @@ from finetune.convert.entries import DataSetEntry, Sources, list_entries, make_s
 from finetune.convert.foreign_values import WrongValue, read_number
 from finetune.convert.value_conversion import Conversion
 
+# columns that are read beside one of messages, there and here
+BESIDE_MESSAGES = ("chat_template_kwargs", "tools")
 ROWS_DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
 
 
@@ -67,8 +69,9 @@ def _select_share(split: str, share: float) -> dict[str, Any]:
 def read_mixture(settings: ToolFile, source: Path, conversion: Conversion) -> list[DataSetEntry]:
     """Lists the data sets of `dataset_mixture`, with their keys renamed to TRL's; empty without it.
 
-    Renamed are `id` to `path`, `config` to `name`, and a single column to `messages_column`. The
-    mixture's `test_split_size` becomes the recipe's `eval_split_size`.
+    Renamed are `id` to `path`, `config` to `name`, and the column of messages, which stands alone
+    or beside those of `BESIDE_MESSAGES`, to `messages_column`. The mixture's `test_split_size`
+    becomes the recipe's `eval_split_size`.
     """
     mixture = settings.get("dataset_mixture")
     if not isinstance(mixture, dict):
@@ -79,7 +82,8 @@ def read_mixture(settings: ToolFile, source: Path, conversion: Conversion) -> li
     for entry in entries:
         entry.unread |= {"path": entry.take("id"), "name": entry.take("config")}
         columns = entry.unread.get("columns")
-        if isinstance(columns, list) and len(columns) == 1:
+        names = [name for name in columns or () if name not in BESIDE_MESSAGES]
+        if isinstance(columns, list) and len(names) == 1:
             entry.take("columns")
-            entry.unread["messages_column"] = columns[0]
+            entry.unread["messages_column"] = names[0]
     return entries

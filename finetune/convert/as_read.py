@@ -196,6 +196,18 @@ UNREAD_RULES = (
         ("finetuning_type", "lora_alpha", "lora_rank"),
         lambda file: is_of_mcore(file) and file.get("finetuning_type") != "full",
     ),
+    # train/pt/trainer.py and train/sft/trainer.py alone read it
+    UnreadRule(
+        ("LLaMA-Factory",),
+        ("fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
+        lambda file: file.get("stage", "sft") not in ("pt", "sft"),
+    ),
+    # fit of v1/core/base_trainer.py leaves clipping to DeepSpeed, whose file has its own bound
+    UnreadRule(
+        ("LLaMA-Factory",),
+        ("max_grad_norm",),
+        lambda file: "batching_strategy" in file and bool(file.get("deepspeed")),
+    ),
     # config_builder.py and dataset_export.py of train/megatron_bridge
     UnreadRule(
         ("LLaMA-Factory",),

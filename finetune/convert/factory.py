@@ -5,12 +5,14 @@ Paths in comments are in its src/llamafactory, unless they name another package.
 
 import re
 
-from finetune.convert.chat_templates import ENDS_AS_EOS
+from finetune.constants import ALL_LINEAR
+from finetune.convert.chat_templates import ENDS_AS_EOS, THOUGHT, TOOLS_IN_ITS_WORDS
 from finetune.convert.counterparts import ToolFile
-from finetune.convert.factory_v1 import adapt_v1
+from finetune.convert.factory_v1 import FILLED_UP, adapt_v1
 from finetune.convert.foreign_values import read_number
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.shared import (
+    EXPERTS_UNDER_4,
     FIRST_TRAINED,
     IN_ORDER,
     MICRO_BATCHES_ALIKE,
@@ -18,6 +20,7 @@ from finetune.convert.shared import (
     SUMMED_IN_16_BITS,
     WHOLE_STEPS,
     describe_shares,
+    has_linear_experts,
 )
 from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from finetune.convert.value_conversion import Conversion, convert_names
@@ -107,6 +110,18 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     else:
         _adapt_v0(settings, conversion, packs=bool(packs))
     _adapt_factorys_adapters(settings, conversion)
+    _report_experts(settings, conversion)
+
+
+def _report_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports experts of a text model that get adapters under transformers 4 alone."""
+    recipe = conversion.recipe
+    targets = recipe.get("lora_target_modules", ALL_LINEAR)
+    makes_adapters = recipe.get("use_peft", True) and not recipe.get("adapter_name_or_path")
+    is_plain = conversion.images is None and not is_of_megatron(settings)
+    has_experts = has_linear_experts(guess_family(name_model(settings)) or "")
+    if makes_adapters and ALL_LINEAR in targets and is_plain and has_experts:
+        conversion.add_remark("lora_target", targets, EXPERTS_UNDER_4)
 
 
 def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> None:
@@ -117,6 +132,8 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
     recipe = conversion.recipe
     stage = settings.get("stage")
     _report_loaded_dtype(settings, conversion)
+    if settings.get("fp8") and not is_of_megatron(settings):
+        conversion.add_difference("fp8", settings["fp8"], FP8_UNDER_4)
     if settings.get("packing") or settings.get("neat_packing"):
         length = read_number("cutoff_len", settings.get("cutoff_len") or 2048, "2048", 2)
         recipe["max_length"] = int(length) - 1
@@ -135,10 +152,10 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         conversion.remarks.append(LEFT_OVER.format(batch, shares))
     elif stage == "pt":
         recipe["overlength"] = "truncate"
-    elif stage != "rm":
+    elif stage != "rm" and not is_of_bridge(settings):
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
     has_vision = conversion.images is not None or has_tower(name_model(settings))
-    if any(key in settings for key in MEGATRON_KEYS):
+    if is_of_megatron(settings):
         _report_megatron(settings, conversion)
     elif has_vision and stage in ("pt", "sft"):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
@@ -193,15 +210,37 @@ FUSED_ADAPTERS = (
 FEWER_ROWS = "a step has the rows of {} times fewer ranks there, of all here"
 
 
+# dataset_export.py of train/megatron_bridge writes rows as messages, and the template as Jinja, for
+# GPTSFTChatDataset of Megatron Bridge; _compute_train_schedule counts the steps.
+BRIDGES_ROWS = (
+    FILLED_UP,
+    "rows: of one with tools their description, the calls and the results are left out there; here "
+    "they are written",
+    "max_length: a row whose answers are cut off whole is trained whole there, prompt and all; "
+    "here it is left out",
+)
+NO_THOUGHT = (
+    "no empty thought is written there, and the thoughts of all answers stay; here as the chat "
+    "template writes them"
+)
+# keys of _LR_SCHEDULER_MAP in train/megatron_bridge/config_builder.py
+BRIDGES_SCHEDULES = ("cosine", "linear", "constant", "constant_with_warmup")
+NOW_A_COSINE = "not known to Megatron Bridge: a cosine there and here"
+
+
+def is_of_megatron(settings: ToolFile) -> bool:
+    """Whether a v0 file is for training by Megatron."""
+    return any(key in settings for key in MEGATRON_KEYS)
+
+
 def is_of_mcore(settings: ToolFile) -> bool:
     """Whether a v0 file is for training by mcore_adapter (Megatron)."""
-    return not is_of_bridge(settings) and any(key in settings for key in MEGATRON_KEYS)
+    return is_of_megatron(settings) and not is_of_bridge(settings)
 
 
 def is_of_bridge(settings: ToolFile) -> bool:
     """Whether a v0 file is for training by Megatron Bridge."""
-    is_of_megatron = any(key in settings for key in MEGATRON_KEYS)
-    return is_of_megatron and any(key in settings for key in BRIDGE_KEYS)
+    return is_of_megatron(settings) and any(key in settings for key in BRIDGE_KEYS)
 
 
 def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
@@ -221,11 +260,8 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
     if warmup and settings.get("lr_scheduler_type") == "constant":
         # Megatron warms up before a constant rate; transformers, as converted so far, does not
         conversion.recipe[warmup] = settings[warmup]
-    experts = settings.get("expert_model_parallel_size") or 1
-    if is_bridge and experts > 1:
-        note = FEWER_ROWS.format(experts)
-        conversion.add_difference("expert_model_parallel_size", experts, note)
     if is_bridge:
+        _report_bridge(settings, conversion)
         return
     if settings.get("bf16") and not settings.get("accumulate_allreduce_grads_in_fp32"):
         conversion.remarks.append(SUMMED_IN_16_BITS)
@@ -233,6 +269,27 @@ def _report_megatron(settings: ToolFile, conversion: Conversion) -> None:
     conversion.add_difference("dataset", settings.get("dataset"), IN_ORDER)
     if not settings.get("save_hf_model"):
         conversion.add_remark("save_hf_model", False, MEGATRONS_FILES)
+
+
+def _report_bridge(settings: ToolFile, conversion: Conversion) -> None:
+    """Converts and reports what Megatron Bridge does differently with steps, rows and files."""
+    experts = settings.get("expert_model_parallel_size") or 1
+    if experts > 1:
+        note = FEWER_ROWS.format(experts)
+        conversion.add_difference("expert_model_parallel_size", experts, note)
+    schedule = settings.get("lr_scheduler_type", "linear")
+    if schedule not in BRIDGES_SCHEDULES:
+        conversion.recipe["lr_scheduler_type"] = "cosine"
+        conversion.add_remark("lr_scheduler_type", schedule, NOW_A_COSINE)
+    if not settings.get("export_hf_on_finish"):
+        conversion.add_remark("export_hf_on_finish", False, MEGATRONS_FILES)
+    if settings.get("stage") == "pt":
+        return
+    remarks = [line for line in conversion.remarks if TOOLS_IN_ITS_WORDS not in line]
+    conversion.remarks[:] = [*remarks, *BRIDGES_ROWS]
+    conversion.differences[:] = [
+        line.replace(THOUGHT, NO_THOUGHT) for line in conversion.differences
+    ]
 
 
 def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
@@ -250,6 +307,12 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("neat_packing", True, NEAT_WITHOUT_WINDOWS)
 
 
+# configure_fp8_environment of train/fp8_utils.py sets a variable of Accelerate's, before which the
+# Trainer of transformers 5 puts the mixed_precision of its arguments
+FP8_UNDER_4 = (
+    "linear layers multiply in FP8 there under transformers 4 alone, in 16 bits under 5, whose "
+    "Trainer passes this by; in FP8 here"
+)
 # torch_dtype "auto" in model/loader.py, and init_adapter in model/adapter.py
 LOADED_IN_16_BITS = (
     "without bf16 and fp16 what is not trained has the dtype of the model's files there, as a rule "

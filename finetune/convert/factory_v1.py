@@ -60,6 +60,11 @@ SEEN_THROUGH_CACHE = (
     "without activation checkpointing documents in a packed row attend to those before under this "
     "attention there; each is apart here"
 )
+# fit of its core/base_trainer.py, and backward of DeepSpeed's engine under Accelerate
+DIVIDED_AGAIN = (
+    "under DeepSpeed a step's gradients are divided by its number of micro-batches once more "
+    "there, before clipping; here they are those of the mean over its labels"
+)
 # values of its BatchingStrategy: packed rows without padding; padded rows up to a number of tokens
 PACKING = "dynamic_padding_free"
 FILLING = "dynamic_batching"
@@ -69,6 +74,9 @@ def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what v1 does differently, and splits turns as it does."""
     conversion.remarks += [V1_COMMAND, V1_ALPACA, V1_COLUMNS]
     _adapt_turns(settings, conversion)
+    if settings.get("deepspeed") and settings.get("global_batch_size"):
+        rows = settings["global_batch_size"]
+        conversion.add_difference("global_batch_size", rows, DIVIDED_AGAIN)
     strategy = settings.get("batching_strategy")
     conversion.remarks.append(FILLED_UP if strategy in (PACKING, FILLING) else WHOLE_STEPS)
     if strategy == FILLING:

@@ -13,7 +13,7 @@ from finetune.convert.automodel import CUT_BEFORE_ANSWER, NEXT_IN_PLACE
 from finetune.convert.axolotl import TEXTS_CUT
 from finetune.convert.chat_templates import BREAKING_TEMPLATES, TRIMMING_TEMPLATES
 from finetune.convert.counterparts import ToolFile
-from finetune.convert.factory import is_of_mcore
+from finetune.convert.factory import is_of_megatron
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.hints import find_texts
 from finetune.convert.model_names import guess_family
@@ -201,16 +201,16 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
-    # Under masked diffusion no label is the token after a cut. mcore_adapter's rows have one more
-    # token, which is that label.
+    # Under masked diffusion no label is the token after a cut. Megatron's rows have one more token,
+    # which is that label.
     is_cut = (
         recipe.get("overlength") not in ("drop", "error")
         and find_masked_diffusion(settings) is None
-        and not (conversion.tool == "LLaMA-Factory" and is_of_mcore(settings))
+        and not (conversion.tool == "LLaMA-Factory" and is_of_megatron(settings))
     )
     if is_cut and rows in ("answers", "pairs", "ratings"):
         conversion.remarks.append(_describe_cut(settings, conversion))
-        _report_untrained(conversion)
+        _report_untrained(settings, conversion)
     if rows in ("pairs", "scored_pairs"):
         conversion.remarks.append(PAIRS_LEFT_OUT)
     muon_key = find_muon_key(conversion.tool, settings, recipe)
@@ -239,7 +239,7 @@ def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
     return EOS_AT_CUT.format(next(ends))
 
 
-def _report_untrained(conversion: Conversion) -> None:
+def _report_untrained(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that a row stays there if a cut removes all of its answers, and is left out here.
 
     A remark on Automodel's dataset.seq_length may say so already.
@@ -250,6 +250,9 @@ def _report_untrained(conversion: Conversion) -> None:
     versions = KEEPING_UNTRAINED.get((conversion.tool, rows))
     if conversion.tool == "TRL" and recipe.get("method") in EXPERIMENTAL_METHODS:
         versions = None
+    # _drop_unsupervised of LLaMA-Factory's v1/core/utils/batching.py
+    if conversion.is_factory_v1 and settings.get("batching_strategy") != "normal":
+        versions = ""
     if rows == "answers" and recipe.get("assistant_only_loss") is False:
         # prompts are trained too, so a cut leaves something to train, except in these rows
         has_prompts = any(

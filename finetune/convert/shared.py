@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from finetune.config.module_names import find_alias
 from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.counterparts import ToolFile
 
@@ -71,6 +72,18 @@ SUMMED_IN_16_BITS = (
     "float32 here"
 )
 NORMS_IN_FP32 = "norms are in float32 there; all weights are in bfloat16 here"
+
+# find_all_linears of ms-swift's utils/transformers_utils.py, and find_all_linear_modules of
+# LLaMA-Factory's model/model_utils/misc.py, on the classes of transformers 4
+EXPERTS_UNDER_4 = (
+    "under transformers 4, which runs there too, experts and routers are linear layers, which get "
+    "adapters; under 5, and here, they are none"
+)
+
+
+def has_linear_experts(family: str) -> bool:
+    """Whether experts of a family's mixtures are linear layers in transformers 4."""
+    return find_alias(family) in ("qwen2_moe", "mixtral")
 
 
 def describe_shares(settings: ToolFile, key: str) -> str:

@@ -6,7 +6,6 @@ A comment above a text or a table names the code of ms-swift that it describes.
 import re
 from typing import Any
 
-from finetune.config.module_names import find_alias
 from finetune.config.optimization import convert_optimizer
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
@@ -15,7 +14,7 @@ from finetune.convert.chat_templates import MAYBE_THINKING
 from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, has_tower, name_model
-from finetune.convert.shared import describe_shares
+from finetune.convert.shared import EXPERTS_UNDER_4, describe_shares, has_linear_experts
 from finetune.convert.value_conversion import Conversion, convert_names
 
 SWIFT_TURNS = (
@@ -273,7 +272,7 @@ PACKED_AT_ONCE = (
 # LazyLLMDataset of dataset/utils.py, by _init_lazy_tokenize of base_args.py
 DRAWN_ANEW = (
     "max_length: rows are tokenized when they are trained on there, and in place of one that is "
-    "too long another one is drawn; here it is dropped"
+    "too long another one is drawn; none is here"
 )
 
 
@@ -322,11 +321,6 @@ def _report_start(settings: ToolFile, conversion: Conversion) -> None:
 
 # families for _drop_mamba_incompatible_targets of pipelines/train/tuner.py
 MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
-# find_all_linears of utils/transformers_utils.py, on the classes of transformers 4
-EXPERTS_UNDER_4 = (
-    "under transformers 4, which runs there too, experts and routers are linear layers, which get "
-    "adapters; under 5, and here, they are none"
-)
 NOT_ON_MAMBA = "no adapter is on out_proj and conv1d of this family there"
 
 
@@ -338,7 +332,7 @@ def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
         return
     if family in MAMBA_FAMILIES:
         conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
-    elif find_alias(family) in ("qwen2_moe", "mixtral"):
+    elif has_linear_experts(family):
         conversion.add_remark("target_modules", targets, EXPERTS_UNDER_4)
 
 

@@ -1,5 +1,6 @@
 """What a file means to the newest version of its tool, and where an older one reads it otherwise."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -55,19 +56,25 @@ from finetune.convert.chat_templates import (
     OWN_THOUGHT,
     SCORED_BREAK,
     SCORED_QUESTION,
+    THOUGHT,
     THOUGHT_OF_IMAGES,
     THOUGHT_WHOLE,
     THOUGHTS_LEFT_OUT,
     TOKENIZERS_BOS,
+    TOOLS_IN_ITS_WORDS,
 )
 from finetune.convert.conversion import REDUCED_ALONE, REDUCED_IN_16_BITS
 from finetune.convert.datasets import DRAWN_BY_WEIGHTS, OF_CHATS, OF_OPENAI, STARTS_TWICE
 from finetune.convert.factory import (
+    BRIDGES_ROWS,
     ENDS_OF_LLAMA,
     FEWER_ROWS,
+    FP8_UNDER_4,
     FUSED_ADAPTERS,
     LEFT_OVER,
     MEGATRONS_FILES,
+    NO_THOUGHT,
+    NOW_A_COSINE,
 )
 from finetune.convert.image_models import (
     COLUMN_REFUSED,
@@ -92,6 +99,7 @@ from finetune.convert.objectives import (
 from finetune.convert.runnable import MORE_ROWS
 from finetune.convert.shared import (
     BEST_AT_END,
+    EXPERTS_UNDER_4,
     IN_ORDER,
     MICRO_BATCHES_ALIKE,
     NORMS_IN_FP32,
@@ -1100,9 +1108,54 @@ def test_what_factorys_megatron_does_otherwise_is_said(convert: Convert) -> None
 
 def test_megatron_bridge_fuses_factorys_adapters(convert: Convert) -> None:
     keys = {"model_name_or_path": "Qwen/Qwen3-8B", "finetuning_type": "lora", "lora_dropout": 0.1}
-    bridge = convert(FACTORY | MEGATRON | keys, mixed_precision="bf16_mixed")
+    bridge = convert(FACTORY | MEGATRON | keys, export_hf_on_finish=True)
     assert FUSED_ADAPTERS in said(bridge) and MEGATRONS_FILES not in said(bridge)
     assert bridge.recipe["lora_dropout"] == 0.0
+
+
+def test_megatron_bridge_writes_and_cuts_factorys_rows_itself(convert: Convert) -> None:
+    """Its dataset takes messages, and the template as Jinja, without tools and thoughts."""
+    file = FACTORY | MEGATRON | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen3"}
+    of_factory = ("are both cut there", LABEL_BEHIND_CUT, TOOLS_IN_ITS_WORDS, THOUGHT)
+    text = said(convert(file, mixed_precision="bf16_mixed", lr_scheduler_type="polynomial"))
+    assert all(note in text for note in (*BRIDGES_ROWS, MEGATRONS_FILES, NO_THOUGHT, NOW_A_COSINE))
+    assert not any(note in text for note in of_factory)
+    mcore = said(convert(file))
+    assert not any(note in mcore for note in (*BRIDGES_ROWS, NO_THOUGHT))
+    assert all(note in mcore for note in of_factory if note != LABEL_BEHIND_CUT)
+
+
+def test_factorys_fp8_acts_under_transformers_4_alone(convert: Convert) -> None:
+    """LLaMA-Factory sets Accelerate's variable, which transformers 5 passes by; its trainers of
+    pairs do not even set it.
+    """
+    passed = inspect.getsource(transformers.Trainer._build_accelerator_args)
+    assert '"mixed_precision": self.args.mixed_precision' in passed
+    file = FACTORY | {"model_name_or_path": "Qwen/Qwen3-8B", "template": "qwen"}
+    made = convert(file, fp8=True)
+    assert FP8_UNDER_4 in said(made) and "fp8" in str(made.accelerate_file)
+    assert FP8_UNDER_4 not in said(convert(file))
+    pairs = convert(file, fp8=True, stage="dpo")
+    assert "fp8" in pairs.ignored and "fp8" not in said(pairs) + str(pairs.accelerate_file)
+
+
+def test_experts_that_factory_adapts_under_transformers_4_are_said(convert: Convert) -> None:
+    file = FACTORY | {"template": "qwen", "finetuning_type": "lora"}
+    mixture = {"model_name_or_path": "Qwen/Qwen3-30B-A3B-Instruct-2507"}
+    assert EXPERTS_UNDER_4 in said(convert(file | mixture))
+    others: tuple[dict[str, object], ...] = (
+        {"finetuning_type": "full"},
+        {"lora_target": "q_proj,v_proj"},
+        {"model_name_or_path": "Qwen/Qwen3-8B"},
+    )
+    assert not any(EXPERTS_UNDER_4 in said(convert(file | mixture, **keys)) for keys in others)
+
+
+def test_rows_in_factorys_tokenized_path_are_trained_on_as_they_are(convert: Convert) -> None:
+    """get_dataset of its data/loader.py loads them before it reads another key of the data."""
+    made = convert(FACTORY, tokenized_path="saves/rows")
+    assert made.recipe["dataset_cache_dir"] == "saves/rows"
+    assert "rows that are in this folder already are trained on there" in said(made)
 
 
 def test_what_megatron_does_not_read_of_a_factory_file_is_not_converted(convert: Convert) -> None:

@@ -15,10 +15,11 @@ from finetune.convert.chat_templates import OWN_THOUGHT, THOUGHT_WHOLE
 from finetune.convert.conversion import MAYBE_REDUCED, REDUCED_IN_16_BITS, convert_file
 from finetune.convert.datasets import REPEATED
 from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
-from finetune.convert.factory_v1 import DRAWN_AGAIN, V1_ROWS
+from finetune.convert.factory_v1 import DIVIDED_AGAIN, DRAWN_AGAIN, V1_ROWS
 from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
-from finetune.convert.numbers import ROUNDED_MORE_OFTEN
+from finetune.convert.numbers import ROUNDED_MORE_OFTEN, UNTRAINED_BY_CUT
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
+from finetune.convert.shared import EXPERTS_UNDER_4
 from finetune.convert.swift import (
     ANOTHER_OPTIMIZER,
     ANY_SYSTEM,
@@ -29,7 +30,6 @@ from finetune.convert.swift import (
     EARLIER_ENDS,
     EMPTY_THOUGHTS,
     ENDS_WHOLE,
-    EXPERTS_UNDER_4,
     FOUND_BY_CLASS,
     LOSS_OF_MESSAGES,
     NO_EMPTY_THOUGHTS,
@@ -222,6 +222,28 @@ def test_which_rows_ms_swift_leaves_out_packs_or_draws_is_said(
     known = (NOT_OF_ALL_RANKS, READ_TWICE, PACKED, DRAWN_ANEW)
     assert LOSS_OF_MESSAGES in text
     assert [line for line in known if line in text] == lines
+
+
+@pytest.mark.parametrize(
+    ("strategy", "stay"), [("normal", False), ("padding_free", True), ("dynamic_batching", True)]
+)
+def test_factorys_v1_leaves_out_rows_without_answers_in_normal_batches(
+    strategy: str, stay: bool, convert: Convert
+) -> None:
+    """_drop_unsupervised of its core/utils/batching.py."""
+    made = convert(V1, batching_strategy=strategy, flash_attn="flash_attention_2")
+    assert (UNTRAINED_BY_CUT.format("") in said(made)) == stay
+
+
+def test_factorys_v1_leaves_clipping_and_a_division_to_deepspeed(convert: Convert) -> None:
+    """Its trainer clips without DeepSpeed alone; DeepSpeed divides by the micro-batches again."""
+    keys = {"max_grad_norm": 0.5, "global_batch_size": 64}
+    sharded = convert(V1, **keys)
+    assert sharded.recipe["max_grad_norm"] == 0.5 and DIVIDED_AGAIN not in said(sharded)
+    by_deepspeed = {"dist_config": {"name": "deepspeed", "config_file": "ds_z3_config.json"}}
+    made = convert(V1 | by_deepspeed, **keys)
+    assert "max_grad_norm" not in made.recipe and "max_grad_norm" in made.ignored
+    assert DIVIDED_AGAIN in said(made)
 
 
 def test_of_several_processes_of_ms_swift_each_packs_its_share_of_the_rows(

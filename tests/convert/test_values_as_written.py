@@ -255,6 +255,17 @@ def test_pretraining_by_llama_factory_trains_the_prompts_alone(
     assert note not in said(convert(FACTORY, stage="sft")) or not note
 
 
+def test_a_mixtures_column_of_messages_is_named_beside_those_read_with_it(convert: Convert) -> None:
+    """alignment-handbook's columns: a row's variables and tools are read there and here."""
+    entry = {"id": "a/rows", "columns": ["messages", "chat_template_kwargs"], "weight": 0.5}
+    file = {"model_name_or_path": "org/model", "dataset_mixture": {"datasets": [entry]}}
+    found = convert(file)
+    source = {"path": "a/rows", "messages_column": "messages", "weight": 0.5}
+    assert found.recipe["datasets"] == [source] and "columns" not in said(found)
+    entry["columns"] = ["messages", "score"]
+    assert "datasets[0].columns" in said(convert(file))
+
+
 def test_conversations_in_openais_form_are_read_and_their_system_message_is_said(
     tmp_path: Path, convert: Convert
 ) -> None:
