@@ -313,7 +313,9 @@ def test_a_completion_goes_on_after_its_results(tmp_path: Path) -> None:
         ["8"],
     )
     requests = [Request((1, 2, i), (7, i)) for i in range(5)]
-    one: Any = SimpleNamespace(is_main=True, gather=lambda value, _: [value])
+    one: Any = SimpleNamespace(
+        is_main=True, gather=lambda value, _: [value], broadcast=lambda value, _: value
+    )
     process = Rewards(RolloutKeys(tools=(f"{tmp_path / 'my_tools.py'}:double",)))
     talks = Conversations(tools, process, 480, [{}] * 5, [[] for _ in requests])
     try:

@@ -306,7 +306,7 @@ def test_a_teacher_holds_a_piece_of_what_it_finds_and_not_all(
     recipe: Any = SimpleNamespace(method=SimpleNamespace(distill_top_k=k))
     world: Any = SimpleNamespace(
         rank=0, size=1, local_rank=0, is_main=True, device=torch.device("cpu"),
-        sum=lambda values: values, gather=lambda value, group: [value],
+        sum=lambda values: values, gather=lambda value, group: [value], broadcast=lambda value, group: value,
     )  # fmt: skip
 
     class Micro(SimpleNamespace):
@@ -467,6 +467,9 @@ def test_the_content_of_a_teacher_is_compared_when_a_run_resumes(
 
         def gather(self, value: Any, group: Any = None) -> list[Any]:
             return [value]
+
+        def broadcast(self, value: Any, group: Any = None) -> Any:
+            return value
 
     before = fingerprint_inputs(recipe, tokenizer, data, Alone())  # type: ignore[arg-type]
     make_model(teacher, seed=9, **TEACHERS["tied"])
