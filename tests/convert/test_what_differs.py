@@ -510,6 +510,7 @@ QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
         ({"tokenizer_type": "AutoTokenizer"}, {"tokenizer_type": "CodeLlamaTokenizer"}),
         ({"tokenizer_legacy": None}, {"tokenizer_legacy": True}),
         ({"tokenizer_legacy": None}, {"tokenizer_legacy": False}),
+        ({"max_packed_sequence_len": None}, {"max_packed_sequence_len": 2048}),
         ({"pretrain_multipack_attn": True}, {"pretrain_multipack_attn": False}),
         ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_perplexity"}),
         ({"greater_is_better": False}, {"greater_is_better": True}),
