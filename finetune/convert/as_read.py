@@ -39,6 +39,8 @@ SAVES = ("save_steps", "saves_per_epoch")
 EVALUATIONS = ("eval_steps", "evals_per_epoch")
 # Axolotl's trainer takes rex for a cosine until it makes the schedule
 COSINE_SCHEDULES = ("cosine", "rex")
+# tokenizers of bytes, which no `legacy` concerns: it says where SentencePiece's space stands
+BYTE_TOKENIZERS = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
 
 
 def _reads_itself(file: ToolFile) -> bool:
@@ -75,9 +77,14 @@ UNREAD_RULES = (
     UnreadRule(
         ("Axolotl",),
         ("cosine_min_lr_ratio",),
-        lambda file: (
-            bool(file.get("lr_quadratic_warmup")) or _find_schedule(file) not in COSINE_SCHEDULES
-        ),
+        lambda file: _warms_up_by_squares(file) or _find_schedule(file) not in COSINE_SCHEDULES,
+    ),
+    UnreadRule(("Axolotl",), ("lr_quadratic_warmup",), lambda file: not _warms_up_by_squares(file)),
+    # from_pretrained of the tokenizer
+    UnreadRule(
+        ("Axolotl",),
+        ("tokenizer_legacy",),
+        lambda file: str(file.get("tokenizer_type")).removesuffix("Fast") in BYTE_TOKENIZERS,
     ),
     # core/builders/causal.py passes these on; the builder of trainers for `rl` does not
     UnreadRule(
@@ -87,6 +94,10 @@ UNREAD_RULES = (
             "noisy_embedding_alpha",
             "early_stopping_patience",
             "load_best_model_at_end",
+            "loss_watchdog_threshold",
+            "loss_watchdog_patience",
+            "dataloader_drop_last",
+            *("use_dft", "use_eaft", "eaft_alpha", "eaft_k"),
         ),
         lambda file: bool(file.get("rl")),
     ),
@@ -331,6 +342,15 @@ def _replace_defaults_of_axolotl(file: dict[str, Any]) -> None:
     for key in ("kto_desirable_weight", "kto_undesirable_weight"):
         if file.get(key) == 0:
             file[key] = 1.0  # core/builders/rl.py reads the weight `or 1.0`
+    # check_tf32 of utils/schemas/config.py: auto, the default, is true on a GPU that has it
+    if file.get("tf32", "auto") == "auto":
+        file["tf32"] = True
+
+
+def _warms_up_by_squares(file: ToolFile) -> bool:
+    """Whether the warm-up of an Axolotl file is quadratic."""
+    asks_for_it = file.get("lr_quadratic_warmup") and not file.get("rl")
+    return bool(asks_for_it) and _find_schedule(file) == "cosine"
 
 
 def _find_schedule(file: ToolFile) -> str:

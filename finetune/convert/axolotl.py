@@ -37,7 +37,12 @@ from finetune.convert.shared import (
     PACKED_IN_ORDER,
     SWITCHES_IN_16_BITS,
 )
-from finetune.convert.value_conversion import Conversion, convert_names, convert_targets
+from finetune.convert.value_conversion import (
+    Conversion,
+    convert_names,
+    convert_targets,
+    read_section,
+)
 
 BY_KERNELS = (
     "by its LoRA kernels, which are on unless a key turns them off, in 0.19 not under the first "
@@ -625,6 +630,17 @@ def _describe_packing(settings: ToolFile, isolates: bool) -> str:
     return FIRST_FIT.format(length, most_rows)
 
 
+# compute_loss of transformers' mixtures, which gets no mask where the attention isolates documents
+FILLING_ROUTED = "what fills up a packed row counts in the routers' auxiliary loss there, not here"
+
+
+def _report_filling(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that padding counts in the routers' auxiliary loss, where packed rows have some."""
+    asks_for_loss = read_section(settings, "model_config").get("output_router_logits")
+    if asks_for_loss and settings.get("pad_to_sequence_len") is not False:
+        conversion.add_remark("model_config.output_router_logits", True, FILLING_ROUTED)
+
+
 def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
     """Reports how Axolotl packs rows, and where it does not keep the documents of a row apart."""
     attention = settings.get("attn_implementation")
@@ -635,6 +651,8 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
     conversion.remarks.append(
         PACKED_IN_ORDER if is_sequential else _describe_packing(settings, bool(isolates))
     )
+    if isolates:
+        _report_filling(settings, conversion)
     # The trainer of masked diffusion makes masks of its own (objectives.py has their lines).
     reads_attention = find_masked_diffusion(settings) is None
     if reads_attention and not isolates:

@@ -245,6 +245,8 @@ ROUNDED_DOWN = (
     "step is one of two there"
 )
 STEPS_OF_EPOCHS = ", of those in num_epochs where they are fewer than max_steps,"
+# load_preference_datasets of Axolotl's common/datasets.py, which reads no max_steps
+ALWAYS_OF_EPOCHS = ", of those in num_epochs whatever max_steps is,"
 ROWS_BY_LENGTH = "rows: those of similar length share a step here; they are drawn at random there"
 GROUP_BY_LENGTH = "group_by_length"  # a key, and a value of train_sampling_strategy
 
@@ -272,8 +274,9 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
     ):
         conversion.remarks.append(WHOLE_STEPS_COUNTED)
     if tool == "Axolotl" and settings.get("warmup_ratio") and recipe.get("warmup_ratio"):
+        counted = ALWAYS_OF_EPOCHS if settings.get("rl") else STEPS_OF_EPOCHS
         counts_rows = "max_steps" in recipe and not recipe.get("streaming")
-        conversion.remarks.append(ROUNDED_DOWN.format(STEPS_OF_EPOCHS if counts_rows else ""))
+        conversion.remarks.append(ROUNDED_DOWN.format(counted if counts_rows else ""))
     # for instance train_sampling_strategy: group_by_length, or group_by_length: true
     is_grouped = GROUP_BY_LENGTH in settings.values() or any(
         section.get(GROUP_BY_LENGTH) for section in (settings, read_section(settings, "dataloader"))
@@ -457,6 +460,12 @@ HELD_OUT_ALIKE = (
 )
 # prediction_step of Trainer, which calls compute_loss
 HELD_OUT_SMOOTHED = "eval_loss: with label smoothing there, without it here"
+# the end of TRL's and LLaMA-Factory's scripts, save_trained_model of Axolotl's train.py, and
+# __init__ of transformers' Trainer
+LAST_EXPORTED = (
+    "the last model is exported there, the best one here; no run begins there without "
+    "metric_for_best_model"
+)
 # torchtune's run_val_every_n_steps: null, _configure_save_and_eval_strategy of Axolotl, and
 # eval_strategy: no of transformers' Trainer; do_eval of LLaMA-Factory measures at the end
 NOT_MEASURED = (
@@ -484,6 +493,9 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
     if uses_trainer and keeps_best_here and not (saves_each_evaluation or is_reported):
         asked = settings.get("load_best_model_at_end")
         conversion.add_remark("load_best_model_at_end", asked, BEST_AT_END)
+    exports_last = conversion.tool != "ms-swift" and not settings.get("load_best_model_at_end")
+    if uses_trainer and settings.get("save_strategy") == "best" and exports_last:
+        conversion.add_remark("save_strategy", "best", LAST_EXPORTED)
     keeps_best_there = conversion.tool == "ms-swift" or settings.get("metric_for_best_model")
     limit = recipe.get("save_total_limit")
     if uses_trainer and is_measured and keeps_best_there and limit and not keeps_best_here:

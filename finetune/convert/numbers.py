@@ -197,7 +197,8 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     steps = recipe.get("warmup_steps")
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
     warmup = share if steps is None else steps
-    if warmup and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
+    is_linear = not settings.get("lr_quadratic_warmup")  # of Axolotl, which has a line of its own
+    if warmup and is_linear and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from finetune.config.facts import find_linear_layers
 from finetune.config.module_names import is_within
@@ -31,8 +32,10 @@ from finetune.convert.axolotl import (
     DOWN_UNDROPPED,
     EACH_IN_19,
     EXACT_GELU,
+    FILLING_ROUTED,
     GELUS_BY_TANH,
     GROUPS_ALIKE,
+    LOSS_WATCHED,
     MAYBE_UNDROPPED,
     MICRO_BATCHES_OF_GROUPS,
     MLPS_OTHERWISE,
@@ -42,9 +45,12 @@ from finetune.convert.axolotl import (
 )
 from finetune.convert.base_model import DEQUANTIZED, DEQUANTIZED_AWQ
 from finetune.convert.by_tool import (
+    ALWAYS_OF_EPOCHS,
     HELD_OUT_SMOOTHED,
+    LAST_EXPORTED,
     RESIZED,
     RESIZED_BY_COMMON,
+    STEPS_OF_EPOCHS,
     WHOLE_STEPS_COUNTED,
 )
 from finetune.convert.by_value import (
@@ -81,7 +87,7 @@ from finetune.convert.factory import (
 )
 from finetune.convert.image_models import COLUMN_REFUSED, TRAINED_TOWER
 from finetune.convert.model_names import FAMILIES, REFUSED_NAMES, guess_family, guess_vision_family
-from finetune.convert.numbers import BOTH_WARMUPS, UNTRAINED_BY_CUT
+from finetune.convert.numbers import BOTH_WARMUPS, UNTRAINED_BY_CUT, WARMED_EARLIER
 from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_SINCE
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER
@@ -504,6 +510,7 @@ QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_target_linear": True}
         ({"tokenizer_type": "AutoTokenizer"}, {"tokenizer_type": "CodeLlamaTokenizer"}),
         ({"tokenizer_legacy": None}, {"tokenizer_legacy": True}),
         ({"tokenizer_legacy": None}, {"tokenizer_legacy": False}),
+        ({"max_packed_sequence_len": None}, {"max_packed_sequence_len": 2048}),
         ({"pretrain_multipack_attn": True}, {"pretrain_multipack_attn": False}),
         ({"metric_for_best_model": "eval_loss"}, {"metric_for_best_model": "eval_perplexity"}),
         ({"greater_is_better": False}, {"greater_is_better": True}),
@@ -1375,3 +1382,93 @@ def test_models_whose_template_ends_no_last_answer_get_ours_which_does(
     assert made.recipe.get("chat_template") == template
     known = (ENDS_BY_US, MAY_STOP, "after the last answer, as there")
     assert [each for each in known if each in said(made)] == lines
+
+
+def test_what_fills_up_axolotls_packed_rows_is_routed_too(convert: Convert) -> None:
+    """It drops the mask of packed rows, and without one transformers' loss counts every token."""
+    logits = (torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0]])
+    of_all, of_all_there, of_words = (
+        load_balancing_loss_func(logits, 4, 2, each) for each in (None, torch.ones(1, 6), mask)
+    )
+    assert torch.allclose(of_all, of_all_there) and not torch.allclose(of_all, of_words)
+    file = AXOLOTL | {
+        "base_model": "mistralai/Mixtral-8x7B-v0.1",
+        "attn_implementation": "flash_attention_2",
+        "sample_packing": True,
+        "model_config": {"output_router_logits": True},
+    }
+    assert FILLING_ROUTED in said(convert(file))
+    for keys in (
+        {"sample_packing": False},
+        {"pad_to_sequence_len": False},
+        {"model_config": None},
+        {"attn_implementation": "kernels-community/vllm-flash-attn3"},  # has a mask
+    ):
+        assert FILLING_ROUTED not in said(convert(file, **keys))
+
+
+@pytest.mark.parametrize("rl", [None, "orpo"])
+def test_axolotl_reads_keys_of_its_trainer_of_answers_under_no_rl(
+    rl: str | None, convert: Convert
+) -> None:
+    keys = {
+        "loss_watchdog_threshold": 5.0,
+        "dataloader_drop_last": True,
+        "lr_quadratic_warmup": True,
+        "use_dft": True,
+    }
+    made = convert(AXOLOTL, **({"rl": rl, "chat_template": "chatml"} if rl else {}), **keys)
+    text = said(made)
+    is_read = rl is None
+    for line in (LOSS_WATCHED, "the last batch is trained on too", "a quadratic warm-up"):
+        assert (line in text) == is_read
+    assert ("token_loss" in made.recipe) == is_read
+    assert (WARMED_EARLIER in text) != is_read
+    assert set(keys) <= {*made.ignored, *(key for key in keys if is_read)}
+
+
+def test_axolotls_warm_up_is_quadratic_under_cosine_alone(convert: Convert) -> None:
+    keys = {"lr_quadratic_warmup": True, "warmup_steps": 5}
+    assert "a quadratic warm-up" in said(convert(AXOLOTL, **keys))
+    linear = convert(AXOLOTL, lr_scheduler="linear", **keys)
+    assert "a quadratic warm-up" not in said(linear) and WARMED_EARLIER in said(linear)
+
+
+def test_axolotl_counts_the_warm_up_of_pairs_in_epochs_whatever_max_steps_is(
+    convert: Convert,
+) -> None:
+    keys = {"max_steps": 9, "warmup_ratio": 0.1}
+    pairs = said(convert(AXOLOTL, rl="orpo", chat_template="chatml", **keys))
+    assert ALWAYS_OF_EPOCHS in pairs and STEPS_OF_EPOCHS not in pairs
+    assert STEPS_OF_EPOCHS in said(convert(AXOLOTL, **keys))
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_tf32"),
+    [({}, True), ({"tf32": "auto"}, True), ({"tf32": None}, None), ({"tf32": False}, False)],
+)
+def test_axolotl_multiplies_in_tensorfloat_where_a_file_does_not_say(
+    keys: dict[str, object], is_tf32: bool | None, convert: Convert
+) -> None:
+    """auto is its default, and means yes on a GPU that can; null is left out, and means no."""
+    assert convert(AXOLOTL, **keys).recipe.get("tf32") is is_tf32
+
+
+def test_a_tokenizer_of_bytes_has_no_space_to_place(convert: Convert) -> None:
+    for name, is_said in (("GPT2Tokenizer", False), ("LlamaTokenizer", True)):
+        made = convert(AXOLOTL, tokenizer_type=name, tokenizer_legacy=True)
+        assert ("tokenizer_legacy" in said(made)) == is_said
+        assert ("tokenizer_legacy" in made.ignored) != is_said
+
+
+@pytest.mark.parametrize("file", [TRL_FILE, AXOLOTL])
+def test_the_last_model_is_exported_there_where_the_best_ones_are_saved_alone(
+    file: dict[str, Any], convert: Convert
+) -> None:
+    held_out = {"val_set_size": 0.1} if file is AXOLOTL else {}
+    keys = held_out | {"eval_strategy": "epoch", "save_strategy": "best"}
+    made = convert(file, **keys)
+    assert made.recipe["keep_best_checkpoint"] and LAST_EXPORTED in said(made)
+    loads_best = convert(file, **keys, load_best_model_at_end=True, metric_for_best_model="loss")
+    assert LAST_EXPORTED not in said(loads_best)
