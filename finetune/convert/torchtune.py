@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.quantization import QLORA
+from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import set_optimizers_defaults
 from finetune.convert.shared import IN_ORDER, MICRO_BATCHES_ALIKE, MLP_LAYERS
@@ -39,6 +40,21 @@ TORCHTUNE_MODELS = {
         "the run's 16 bits there, in which several may be alike; of the highest score itself here"
     ),
 }
+# The same for images in Llama 3.2 Vision: VisionTransformer and TransformerCrossAttentionLayer of
+# torchtune's modules, and its padded_collate_tiled_images_and_mask; MllamaVisionModel and
+# MllamaCrossAttentionDecoderLayer of transformers 5.
+IMAGES_OF_LLAMA_3_2 = (
+    "the projector reads what goes into layers 3, 7, 15, 23 and 30 of the vision tower there, as "
+    "in Meta's code; here what comes out of them, as in transformers",
+    "a token before its row's first image reads none there; here it reads all images of the row",
+    "an image is filled up to the tiles of the largest of its batch there; here to four tiles, and "
+    "a tile by seven tokens, and the tower reads what is filled up too",
+)
+# TilePositionalEmbedding, and MllamaPrecomputedAspectRatioEmbedding of transformers
+TILES_EMBEDDED = (
+    "a tile's position has one embedding there, for images of all shapes; here one for each shape, "
+    "so that it learns from fewer images"
+)
 # LoRAGroupedExperts of its models/llama4. Llama4TextExperts of transformers has
 # parameters in place of these layers.
 EXPERTS_UNADAPTED = (
@@ -75,10 +91,7 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     """
     recipe = conversion.recipe
     _name_models(settings, text, conversion)
-    component = str(read_section(settings, "model").get("_component_"))
-    for pattern, note in TORCHTUNE_MODELS.items():
-        if re.search(pattern, component):
-            conversion.add_difference("model._component_", component, note)
+    _report_model(settings, conversion)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
     if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
@@ -99,6 +112,19 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     if settings.get("shuffle") is False:
         conversion.add_difference("shuffle", False, IN_ORDER)
     _report_shared_experts(settings, conversion)
+
+
+def _report_model(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what torchtune's model computes otherwise than transformers'."""
+    model = read_section(settings, "model")
+    component = str(model.get("_component_"))
+    notes = [note for pattern, note in TORCHTUNE_MODELS.items() if re.search(pattern, component)]
+    if "llama3_2_vision" in component and shows_images(settings):
+        notes += IMAGES_OF_LLAMA_3_2
+        if model.get("encoder_trainable") in (True, "full"):
+            notes.append(TILES_EMBEDDED)
+    for note in notes:
+        conversion.add_difference("model._component_", component, note)
 
 
 def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
