@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.quantization import QLORA
 from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import NOTES, ToolFile
-from finetune.convert.defaults import set_optimizers_defaults
+from finetune.convert.defaults import UNLIMITED, set_optimizers_defaults
 from finetune.convert.shared import IN_ORDER, MICRO_BATCHES_ALIKE, MLP_LAYERS
 from finetune.convert.value_conversion import Conversion, convert_targets, read_section
 
@@ -55,6 +55,12 @@ TILES_EMBEDDED = (
     "a tile's position has one embedding there, for images of all shapes; here one for each shape, "
     "so that it learns from fewer images"
 )
+# pattern of a model builder's dotted name -> its max_seq_len, where it is not above the length that
+# is written for no limit: TransformerDecoder refuses a longer row
+LONGEST_ROWS = {r"\.llama2\.|phi3_mini": 4096, r"\.llama3\.|\.gemma2?\.": 8192}
+STOPS_BOTH = "a row of over {} tokens, the most its model takes there, stops the run there and here"
+# max_seq_len of llama3_2_vision_transform and llama4_transform
+TRANSFORMS_LENGTH = 8192
 # LoRAGroupedExperts of its models/llama4. Llama4TextExperts of transformers has
 # parameters in place of these layers.
 EXPERTS_UNADAPTED = (
@@ -92,6 +98,7 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     recipe = conversion.recipe
     _name_models(settings, text, conversion)
     _report_model(settings, conversion)
+    _set_longest_row(settings, conversion)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
     if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
@@ -125,6 +132,28 @@ def _report_model(settings: ToolFile, conversion: Conversion) -> None:
             notes.append(TILES_EMBEDDED)
     for note in notes:
         conversion.add_difference("model._component_", component, note)
+
+
+def _set_longest_row(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets max_length where the file has none: to what the model takes, or the transform cuts at.
+
+    Nothing is set for a model that takes longer rows than those that `add_defaults` allows.
+    """
+    recipe = conversion.recipe
+    model = read_section(settings, "model")
+    tokenizer = read_section(settings, "tokenizer")
+    if recipe.get("max_length") is not None:
+        return
+    cuts = str(tokenizer.get("_component_")).endswith("_transform")
+    if cuts and "max_seq_len" not in tokenizer:
+        recipe["max_length"] = TRANSFORMS_LENGTH
+        return
+    component = str(model.get("_component_"))
+    lengths = (length for name, length in LONGEST_ROWS.items() if re.search(name, component))
+    longest = model.get("max_seq_len") or next(lengths, None)
+    if isinstance(longest, int) and longest <= UNLIMITED["max_length"]:
+        recipe |= UNLIMITED | {"max_length": longest}
+        conversion.remarks.append(STOPS_BOTH.format(longest))
 
 
 def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
