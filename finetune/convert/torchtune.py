@@ -61,6 +61,17 @@ LONGEST_ROWS = {r"\.llama2\.|phi3_mini": 4096, r"\.llama3\.|\.gemma2?\.": 8192}
 STOPS_BOTH = "a row of over {} tokens, the most its model takes there, stops the run there and here"
 # max_seq_len of llama3_2_vision_transform and llama4_transform
 TRANSFORMS_LENGTH = 8192
+# FrozenNF4Linear is in the attention and the MLP of all its builders but those of Qwen.
+QWENS_IN_16_BITS = "layers without adapters are in 16 bits there, in 4 here"
+# tune_to_peft_adapter_weights of its convert_weights.py reorders rows of q_proj and k_proj, as the
+# weights of other families are; adapter_config of its LoRA recipes; save_checkpoint of its
+# FullModelHFCheckpointer
+ROWS_REORDERED = (
+    "the rows of q_proj's and k_proj's adapters are saved in another order than Qwen's weights "
+    "there: loaded by PEFT they are other adapters; here they are those that were trained"
+)
+NO_DORA_SAVED = "adapter_config.json does not say use_dora there: PEFT loads plain LoRA; DoRA here"
+OWN_FORMAT = "the adapter is saved in torchtune's own format there, in PEFT's here"
 # LoRAGroupedExperts of its models/llama4. Llama4TextExperts of transformers has
 # parameters in place of these layers.
 EXPERTS_UNADAPTED = (
@@ -100,6 +111,7 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     _report_model(settings, conversion)
     _set_longest_row(settings, conversion)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
+    _report_saved_adapters(settings, conversion)
     if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
     if "teacher_model" in settings:
@@ -156,6 +168,21 @@ def _set_longest_row(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(STOPS_BOTH.format(longest))
 
 
+def _report_saved_adapters(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports adapters that torchtune saves so that PEFT does not load what was trained."""
+    model = read_section(settings, "model")
+    component = str(model.get("_component_"))
+    saves_these_alone = bool(settings.get("save_adapter_weights_only"))
+    report = conversion.add_difference if saves_these_alone else conversion.add_remark
+    attention = model.get("lora_attn_modules") or ()
+    if ".qwen" in component and {"q_proj", "k_proj"} & set(attention):
+        report("save_adapter_weights_only", saves_these_alone, ROWS_REORDERED)
+    if model.get("use_dora"):
+        report("save_adapter_weights_only", saves_these_alone, NO_DORA_SAVED)
+    if saves_these_alone and re.search("phi[34]|llama3_2_vision|llama4", component):
+        conversion.add_remark("save_adapter_weights_only", True, OWN_FORMAT)
+
+
 def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that tensor parallelism adds Llama 4's shared expert once for each rank of a row."""
     plan = str(read_section(settings, "tensor_parallel_plan").get("_component_"))
@@ -206,6 +233,8 @@ def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) 
         if model.get("apply_lora_to_output") and isinstance(targets, list):
             targets = [*targets, "lm_head"]
         recipe |= {"use_peft": True, "lora_target_modules": targets}
+    if model.get("quantize_base") and ".qwen" in str(model.get("_component_")):
+        conversion.add_difference("model.quantize_base", True, QWENS_IN_16_BITS)
     if "qlora_" in str(model.get("_component_")):
         recipe |= QLORA
         conversion.add_remark("model._component_", model["_component_"], NOTES["NF4_OF_TORCHAO"])

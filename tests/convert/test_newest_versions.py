@@ -103,7 +103,15 @@ from finetune.convert.shared import (
     UNMULTIPLIED,
     WHOLE_STEPS,
 )
-from finetune.convert.torchtune import EXPERTS_UNADAPTED, MERGED_DEQUANTIZED, STOPS_BOTH
+from finetune.convert.torchtune import (
+    EXPERTS_UNADAPTED,
+    MERGED_DEQUANTIZED,
+    NO_DORA_SAVED,
+    OWN_FORMAT,
+    QWENS_IN_16_BITS,
+    ROWS_REORDERED,
+    STOPS_BOTH,
+)
 from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from finetune.optim.optimizers import adamw_8bit_moments
 from tests.convert.conftest import Convert, said
@@ -784,6 +792,33 @@ def test_torchtunes_transforms_cut_rows_where_no_length_is_named(
     made = convert(TUNE, model=model, tokenizer=transform)
     assert made.recipe["max_length"] == 8192
     assert ("overlength" in made.recipe) == (length == "limit")
+
+
+@pytest.mark.parametrize(
+    ("builder", "keys", "notes"),
+    [
+        ("qwen3.lora_qwen3_8b_instruct", {}, [ROWS_REORDERED]),
+        ("qwen2.lora_qwen2_7b", {"lora_attn_modules": ["v_proj"]}, []),
+        ("qwen2.lora_qwen2_7b", {"quantize_base": True}, [ROWS_REORDERED, QWENS_IN_16_BITS]),
+        ("llama3.lora_llama3_8b", {"quantize_base": True}, []),
+        ("llama3.lora_llama3_8b", {"use_dora": True}, [NO_DORA_SAVED]),
+        ("phi4.lora_phi4_14b", {}, [OWN_FORMAT]),
+    ],
+)
+@pytest.mark.parametrize("adapters_alone", [False, True])
+def test_adapters_that_torchtune_saves_or_quantizes_otherwise_are_said(
+    builder: str, keys: dict[str, object], notes: list[str], adapters_alone: bool, convert: Convert
+) -> None:
+    """Beside the merged model, which is right, a wrong adapter is worth a look; alone it is what
+    the run leaves.
+    """
+    model = {"_component_": f"torchtune.models.{builder}", "lora_attn_modules": ["q_proj"]}
+    made = convert(TUNE, model=model | keys, save_adapter_weights_only=adapters_alone)
+    wanted = [note for note in notes if adapters_alone or note != OWN_FORMAT]
+    every = (ROWS_REORDERED, NO_DORA_SAVED, OWN_FORMAT, QWENS_IN_16_BITS)
+    assert sorted(note for note in every if note in said(made)) == sorted(wanted)
+    wrong = [note for note in (ROWS_REORDERED, NO_DORA_SAVED) if note in str(made.differences)]
+    assert bool(wrong) == (adapters_alone and bool({ROWS_REORDERED, NO_DORA_SAVED} & set(notes)))
 
 
 @pytest.mark.parametrize(
