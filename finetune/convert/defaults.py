@@ -32,7 +32,7 @@ COMPONENTS = {
 }
 SPLITTING = ("bfd_split", "wrapped")  # TRL's packing strategies that lose no token of a long row
 # what is written for a tool without a limit of length
-UNLIMITED = {"max_length": 8192, "overlength": "error"}
+UNLIMITED: dict[str, Any] = {"max_length": 8192, "overlength": "error"}
 UNLIMITED_NOTE = (
     "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for "
     "longer ones"
@@ -42,6 +42,12 @@ MODELS_LIMIT_NOTE = (
     "a row that is longer than the model takes is left out there; one of over 8192 tokens stops "
     "the run here: raise max_length for longer ones"
 )
+# max_seq_len of torchtune's model builders, here those of more than 8192
+BUILDERS_LIMIT_NOTE = (
+    "a row may be as long as the model's own limit there; one of over 8192 tokens stops the run "
+    "here: raise max_length for longer ones"
+)
+LIMIT_NOTES = {"ms-swift": MODELS_LIMIT_NOTE, "torchtune": BUILDERS_LIMIT_NOTE}
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": TRAINER | {"max_length": 1024, "packing": False, "assistant_only_loss": False},
     "Axolotl": {"max_length": 512, "packing": False, "warmup_ratio": 0.03, "save_total_limit": 4},
@@ -139,7 +145,7 @@ def _keep_unlimited_length(
     if is_unlimited and conversion.recipe.get("max_length") is None:
         conversion.recipe.pop("max_length", None)
         defaults.update(UNLIMITED)
-        conversion.remarks.append(MODELS_LIMIT_NOTE if tool == "ms-swift" else UNLIMITED_NOTE)
+        conversion.remarks.append(LIMIT_NOTES.get(tool, UNLIMITED_NOTE))
 
 
 def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:

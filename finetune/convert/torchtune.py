@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.quantization import QLORA
+from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import NOTES, ToolFile
-from finetune.convert.defaults import set_optimizers_defaults
+from finetune.convert.defaults import UNLIMITED, set_optimizers_defaults
 from finetune.convert.shared import IN_ORDER, MICRO_BATCHES_ALIKE, MLP_LAYERS
 from finetune.convert.value_conversion import Conversion, convert_targets, read_section
 
@@ -39,6 +40,38 @@ TORCHTUNE_MODELS = {
         "the run's 16 bits there, in which several may be alike; of the highest score itself here"
     ),
 }
+# The same for images in Llama 3.2 Vision: VisionTransformer and TransformerCrossAttentionLayer of
+# torchtune's modules, and its padded_collate_tiled_images_and_mask; MllamaVisionModel and
+# MllamaCrossAttentionDecoderLayer of transformers 5.
+IMAGES_OF_LLAMA_3_2 = (
+    "the projector reads what goes into layers 3, 7, 15, 23 and 30 of the vision tower there, as "
+    "in Meta's code; here what comes out of them, as in transformers",
+    "a token before its row's first image reads none there; here it reads all images of the row",
+    "an image is filled up to the tiles of the largest of its batch there; here to four tiles, and "
+    "a tile by seven tokens, and the tower reads what is filled up too",
+)
+# TilePositionalEmbedding, and MllamaPrecomputedAspectRatioEmbedding of transformers
+TILES_EMBEDDED = (
+    "a tile's position has one embedding there, for images of all shapes; here one for each shape, "
+    "so that it learns from fewer images"
+)
+# pattern of a model builder's dotted name -> its max_seq_len, where it is not above the length that
+# is written for no limit: TransformerDecoder refuses a longer row
+LONGEST_ROWS = {r"\.llama2\.|phi3_mini": 4096, r"\.llama3\.|\.gemma2?\.": 8192}
+STOPS_BOTH = "a row of over {} tokens, the most its model takes there, stops the run there and here"
+# max_seq_len of llama3_2_vision_transform and llama4_transform
+TRANSFORMS_LENGTH = 8192
+# FrozenNF4Linear is in the attention and the MLP of all its builders but those of Qwen.
+QWENS_IN_16_BITS = "layers without adapters are in 16 bits there, in 4 here"
+# tune_to_peft_adapter_weights of its convert_weights.py reorders rows of q_proj and k_proj, as the
+# weights of other families are; adapter_config of its LoRA recipes; save_checkpoint of its
+# FullModelHFCheckpointer
+ROWS_REORDERED = (
+    "the rows of q_proj's and k_proj's adapters are saved in another order than Qwen's weights "
+    "there: loaded by PEFT they are other adapters; here they are those that were trained"
+)
+NO_DORA_SAVED = "adapter_config.json does not say use_dora there: PEFT loads plain LoRA; DoRA here"
+OWN_FORMAT = "the adapter is saved in torchtune's own format there, in PEFT's here"
 # LoRAGroupedExperts of its models/llama4. Llama4TextExperts of transformers has
 # parameters in place of these layers.
 EXPERTS_UNADAPTED = (
@@ -75,11 +108,10 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     """
     recipe = conversion.recipe
     _name_models(settings, text, conversion)
-    component = str(read_section(settings, "model").get("_component_"))
-    for pattern, note in TORCHTUNE_MODELS.items():
-        if re.search(pattern, component):
-            conversion.add_difference("model._component_", component, note)
+    _report_model(settings, conversion)
+    _set_longest_row(settings, conversion)
     _adapt_torchtune_adapters(read_section(settings, "model"), conversion)
+    _report_saved_adapters(settings, conversion)
     if recipe.get("load_in_4bit") and not settings.get("save_adapter_weights_only"):
         conversion.add_remark("save_adapter_weights_only", False, MERGED_DEQUANTIZED)
     if "teacher_model" in settings:
@@ -99,6 +131,56 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     if settings.get("shuffle") is False:
         conversion.add_difference("shuffle", False, IN_ORDER)
     _report_shared_experts(settings, conversion)
+
+
+def _report_model(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what torchtune's model computes otherwise than transformers'."""
+    model = read_section(settings, "model")
+    component = str(model.get("_component_"))
+    notes = [note for pattern, note in TORCHTUNE_MODELS.items() if re.search(pattern, component)]
+    if "llama3_2_vision" in component and shows_images(settings):
+        notes += IMAGES_OF_LLAMA_3_2
+        if model.get("encoder_trainable") in (True, "full"):
+            notes.append(TILES_EMBEDDED)
+    for note in notes:
+        conversion.add_difference("model._component_", component, note)
+
+
+def _set_longest_row(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets max_length where the file has none: to what the model takes, or the transform cuts at.
+
+    Nothing is set for a model that takes longer rows than those that `add_defaults` allows.
+    """
+    recipe = conversion.recipe
+    model = read_section(settings, "model")
+    tokenizer = read_section(settings, "tokenizer")
+    if recipe.get("max_length") is not None:
+        return
+    cuts = str(tokenizer.get("_component_")).endswith("_transform")
+    if cuts and "max_seq_len" not in tokenizer:
+        recipe["max_length"] = TRANSFORMS_LENGTH
+        return
+    component = str(model.get("_component_"))
+    lengths = (length for name, length in LONGEST_ROWS.items() if re.search(name, component))
+    longest = model.get("max_seq_len") or next(lengths, None)
+    if isinstance(longest, int) and longest <= UNLIMITED["max_length"]:
+        recipe |= UNLIMITED | {"max_length": longest}
+        conversion.remarks.append(STOPS_BOTH.format(longest))
+
+
+def _report_saved_adapters(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports adapters that torchtune saves so that PEFT does not load what was trained."""
+    model = read_section(settings, "model")
+    component = str(model.get("_component_"))
+    saves_these_alone = bool(settings.get("save_adapter_weights_only"))
+    report = conversion.add_difference if saves_these_alone else conversion.add_remark
+    attention = model.get("lora_attn_modules") or ()
+    if ".qwen" in component and {"q_proj", "k_proj"} & set(attention):
+        report("save_adapter_weights_only", saves_these_alone, ROWS_REORDERED)
+    if model.get("use_dora"):
+        report("save_adapter_weights_only", saves_these_alone, NO_DORA_SAVED)
+    if saves_these_alone and re.search("phi[34]|llama3_2_vision|llama4", component):
+        conversion.add_remark("save_adapter_weights_only", True, OWN_FORMAT)
 
 
 def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
@@ -151,6 +233,8 @@ def _adapt_torchtune_adapters(model: Mapping[str, Any], conversion: Conversion) 
         if model.get("apply_lora_to_output") and isinstance(targets, list):
             targets = [*targets, "lm_head"]
         recipe |= {"use_peft": True, "lora_target_modules": targets}
+    if model.get("quantize_base") and ".qwen" in str(model.get("_component_")):
+        conversion.add_difference("model.quantize_base", True, QWENS_IN_16_BITS)
     if "qlora_" in str(model.get("_component_")):
         recipe |= QLORA
         conversion.add_remark("model._component_", model["_component_"], NOTES["NF4_OF_TORCHAO"])

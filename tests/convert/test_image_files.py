@@ -61,10 +61,11 @@ from finetune.convert.image_models import (
     UNREAD,
 )
 from finetune.convert.recognize import Refusal
+from finetune.convert.torchtune import IMAGES_OF_LLAMA_3_2, TILES_EMBEDDED
 from finetune.convert.value_conversion import Conversion
 from finetune.models.load import names_of_parameters, text_names
 from tests.convert.published import make_trial, start
-from tests.vision import FAMILIES, MORE
+from tests.vision import FAMILIES, MORE, make_vision_model
 
 FACTORY = """
 model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct
@@ -727,3 +728,55 @@ def test_texts_that_train_no_part_of_llama_3_2_vision_are_said(
     lines = "".join(convert_file(tmp_path / "theirs.yaml").differences)
     assert ("what is trained reads nothing else" in lines) == bool(there)
     assert there is None or UNREAD.format(there) in lines
+
+
+@pytest.mark.parametrize(
+    ("rows", "encoder", "is_said"),
+    [
+        ("multimodal.the_cauldron_dataset", True, True),
+        ("multimodal.the_cauldron_dataset", False, True),
+        ("alpaca_cleaned_dataset", True, False),
+    ],
+)
+def test_what_torchtune_reads_otherwise_of_images_in_llama_3_2_vision_is_said(
+    rows: str, encoder: bool, is_said: bool, tmp_path: Path
+) -> None:
+    """Of the parts alone that images reach; a tile's embedding is trained with the tower."""
+    file = yaml.safe_load(TUNE % f"torchtune.datasets.{rows}")
+    file["model"]["encoder_trainable"] = encoder
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    lines = "\n".join(convert_file(tmp_path / "theirs.yaml").differences)
+    assert all((note in lines) == is_said for note in IMAGES_OF_LLAMA_3_2)
+    assert (TILES_EMBEDDED in lines) == (is_said and encoder)
+
+
+def test_transformers_reads_images_of_llama_3_2_vision_as_is_said(tmp_path: Path) -> None:
+    """The projector reads what comes out of a layer, a tile sees those that fill its image up, and
+    a token before the image reads it.
+    """
+    model = AutoModelForImageTextToText.from_pretrained(
+        make_vision_model(tmp_path / "model", "mllama")
+    )
+    for name, parameter in model.named_parameters():
+        if "gate" in name and "proj" not in name:
+            nn.init.constant_(parameter, 0.5)
+    tower = model.model.vision_model
+    outputs: list[torch.Tensor] = []
+    tower.transformer.layers[0].register_forward_hook(lambda *call: outputs.append(call[-1]))
+    image = torch.randn(1, 1, 4, 3, 28, 28)
+    filled_up = image.clone()
+    filled_up[:, :, 1:] = 0
+    shape = {"aspect_ratio_ids": torch.tensor([[1]]), "aspect_ratio_mask": torch.eye(4)[None, :1]}
+    with torch.no_grad():
+        states, others = (tower(each, **shape).last_hidden_state for each in (image, filled_up))
+    tile_outputs = outputs[0].view(4, 8, 16)  # five tokens of a tile, and three that fill it up
+    assert torch.equal(states[0, 0, ..., 16:], tile_outputs[:, :5])
+    assert not torch.equal(states[0, 0, 0], others[0, 0, 0])
+    ids = torch.tensor([[5, model.config.image_token_id, 6]])
+    attends = torch.tensor([0, 1, 1])[None, :, None, None] * shape["aspect_ratio_mask"]
+    with torch.no_grad():
+        first, second = (
+            model(input_ids=ids, pixel_values=each, cross_attention_mask=attends, **shape).logits
+            for each in (filled_up, -filled_up)
+        )
+    assert not torch.allclose(first[0, 0], second[0, 0])

@@ -65,6 +65,7 @@ from finetune.convert.chat_templates import (
 )
 from finetune.convert.conversion import REDUCED_ALONE, REDUCED_IN_16_BITS
 from finetune.convert.datasets import DRAWN_BY_WEIGHTS, OF_CHATS, OF_OPENAI, STARTS_TWICE
+from finetune.convert.defaults import BUILDERS_LIMIT_NOTE
 from finetune.convert.factory import (
     BRIDGES_ROWS,
     ENDS_OF_LLAMA,
@@ -110,7 +111,15 @@ from finetune.convert.shared import (
     UNMULTIPLIED,
     WHOLE_STEPS,
 )
-from finetune.convert.torchtune import EXPERTS_UNADAPTED, MERGED_DEQUANTIZED
+from finetune.convert.torchtune import (
+    EXPERTS_UNADAPTED,
+    MERGED_DEQUANTIZED,
+    NO_DORA_SAVED,
+    OWN_FORMAT,
+    QWENS_IN_16_BITS,
+    ROWS_REORDERED,
+    STOPS_BOTH,
+)
 from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from finetune.optim.optimizers import adamw_8bit_moments
 from tests.convert.conftest import Convert, said
@@ -747,6 +756,77 @@ def test_models_of_torchtune_with_another_base_of_positions_are_said(
     """models/phi4 calls phi3, whose rope_base is 10000; rope_theta of Phi-4's config is 250000."""
     made = convert(TUNE, model={"_component_": f"torchtune.models.{builder}"})
     assert ("positions are rotated by a base of 10000" in said(made)) == differs
+
+
+@pytest.mark.parametrize(
+    ("builder", "limit", "longest"),
+    [
+        ("llama2.lora_llama2_7b", {}, 4096),
+        ("phi3.phi3_mini", {"max_seq_len": None}, 4096),
+        ("gemma2.gemma2_2b", {}, 8192),
+        ("llama3.llama3_8b", {}, 8192),
+        ("llama3.llama3_8b", {"max_seq_len": 512}, None),
+        ("llama3_1.llama3_1_8b", {}, None),
+        ("code_llama2.code_llama2_7b", {}, None),
+        ("qwen2.qwen2_7b", {}, None),
+    ],
+)
+def test_a_row_that_a_model_of_torchtune_refuses_is_refused_here(
+    builder: str, limit: dict[str, object], longest: int | None, convert: Convert
+) -> None:
+    """TransformerDecoder's max_seq_len, by which no tokenizer cuts."""
+    tokenizer = TUNE["tokenizer"] | limit
+    made = convert(TUNE, model={"_component_": f"torchtune.models.{builder}"}, tokenizer=tokenizer)
+    is_refused = made.recipe.get("overlength") == "error"
+    assert is_refused == ("max_seq_len" not in limit or limit["max_seq_len"] is None)
+    assert made.recipe["max_length"] == (longest or limit.get("max_seq_len") or 8192)
+    assert (STOPS_BOTH.format(longest) in said(made)) == bool(longest)
+    assert (BUILDERS_LIMIT_NOTE in said(made)) == (is_refused and not longest)
+
+
+def test_the_length_of_a_model_whose_layers_a_file_of_torchtune_names(convert: Convert) -> None:
+    model = {"_component_": "torchtune.models.llama2.llama2", "num_layers": 22, "norm_eps": 1e-5}
+    made = convert(TUNE, model=model | {"max_seq_len": 2048, "attn_dropout": 0.0})
+    assert made.recipe["max_length"] == 2048 and "num_layers" not in said(made)
+    assert "model.norm_eps" in said(made) and "model.attn_dropout" not in said(made)
+
+
+@pytest.mark.parametrize(("keys", "length"), [({}, "cut"), ({"max_seq_len": None}, "limit")])
+def test_torchtunes_transforms_cut_rows_where_no_length_is_named(
+    keys: dict[str, object], length: str, convert: Convert
+) -> None:
+    transform = {"_component_": "torchtune.models.llama4.llama4_transform"} | keys
+    model = {"_component_": "torchtune.models.llama4.llama4_scout_17b_16e"}
+    made = convert(TUNE, model=model, tokenizer=transform)
+    assert made.recipe["max_length"] == 8192
+    assert ("overlength" in made.recipe) == (length == "limit")
+
+
+@pytest.mark.parametrize(
+    ("builder", "keys", "notes"),
+    [
+        ("qwen3.lora_qwen3_8b_instruct", {}, [ROWS_REORDERED]),
+        ("qwen2.lora_qwen2_7b", {"lora_attn_modules": ["v_proj"]}, []),
+        ("qwen2.lora_qwen2_7b", {"quantize_base": True}, [ROWS_REORDERED, QWENS_IN_16_BITS]),
+        ("llama3.lora_llama3_8b", {"quantize_base": True}, []),
+        ("llama3.lora_llama3_8b", {"use_dora": True}, [NO_DORA_SAVED]),
+        ("phi4.lora_phi4_14b", {}, [OWN_FORMAT]),
+    ],
+)
+@pytest.mark.parametrize("adapters_alone", [False, True])
+def test_adapters_that_torchtune_saves_or_quantizes_otherwise_are_said(
+    builder: str, keys: dict[str, object], notes: list[str], adapters_alone: bool, convert: Convert
+) -> None:
+    """Beside the merged model, which is right, a wrong adapter is worth a look; alone it is what
+    the run leaves.
+    """
+    model = {"_component_": f"torchtune.models.{builder}", "lora_attn_modules": ["q_proj"]}
+    made = convert(TUNE, model=model | keys, save_adapter_weights_only=adapters_alone)
+    wanted = [note for note in notes if adapters_alone or note != OWN_FORMAT]
+    every = (ROWS_REORDERED, NO_DORA_SAVED, OWN_FORMAT, QWENS_IN_16_BITS)
+    assert sorted(note for note in every if note in said(made)) == sorted(wanted)
+    wrong = [note for note in (ROWS_REORDERED, NO_DORA_SAVED) if note in str(made.differences)]
+    assert bool(wrong) == (adapters_alone and bool({ROWS_REORDERED, NO_DORA_SAVED} & set(notes)))
 
 
 @pytest.mark.parametrize(
