@@ -23,6 +23,7 @@ from transformers import (
     Trainer,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.masking_utils import create_causal_mask
 from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
@@ -58,6 +59,7 @@ from finetune.convert.automodel import (
     KEEPS_BIASES,
     LAST_ROWS_LEFT_OUT,
     LATENTS_IN_06,
+    MASKED_AS_FIRST,
     MAYBE_WIDENED,
     MEASURED_WITH_SAVES,
     MIMO_IN_06,
@@ -402,7 +404,7 @@ def test_automodels_rows_of_hellaswag_are_padded_before_they_are_packed(
 @pytest.mark.parametrize(
     ("rows", "model", "strategy", "is_joined"),
     [
-        (2, {}, "thd", True),
+        (2, {"force_hf": True}, "thd", True),
         (2, {"attn_implementation": "sdpa", "force_hf": True}, "thd", True),
         (
             2,
@@ -410,10 +412,18 @@ def test_automodels_rows_of_hellaswag_are_padded_before_they_are_packed(
             "thd",
             True,
         ),
-        (1, {}, "thd", False),
-        (2, {"attn_implementation": "sdpa"}, "thd", False),
-        (2, {"backend": {"attn": "te"}}, "thd", False),
-        (2, {}, "neat", False),
+        (2, {"pretrained_model_name_or_path": "a/model"}, "thd", True),
+        (
+            2,
+            {"attn_implementation": "sdpa", "pretrained_model_name_or_path": "a/model"},
+            "thd",
+            False,
+        ),
+        (1, {"force_hf": True}, "thd", False),
+        (2, {}, "thd", False),  # an own class has Transformer Engine's attention
+        (2, {"attn_implementation": "flash_attention_2"}, "thd", False),
+        (2, {"force_hf": True, "backend": {"attn": "te"}}, "thd", False),
+        (2, {"force_hf": True}, "neat", False),
     ],
 )
 def test_documents_that_see_each_other_in_several_packed_rows_are_said(
@@ -432,12 +442,52 @@ def test_pipeline_stages_of_automodel_see_the_rows_of_a_part(
 ) -> None:
     made = convert(
         AUTOMODEL,
+        model={"force_hf": True},
         distributed={"pp_size": 2, "pipeline": part},
         packed_sequence={"packed_sequence_size": 1024},
         dataset={"pad_to_max_length": False},
         step_scheduler={"local_batch_size": 4},
     )
     assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
+
+
+def test_a_mask_kept_by_its_size_is_that_of_the_first_packed_row() -> None:
+    """What Automodel's stages keep by size holds the first row's documents: the masks differ."""
+    config = LlamaConfig(attn_implementation="sdpa")
+    masks = [
+        create_causal_mask(
+            config,
+            inputs_embeds=torch.empty(1, 6, 1),
+            attention_mask=None,
+            cache=None,
+            position_ids=torch.tensor([positions]),
+        )
+        for positions in ([0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1])
+    ]
+    assert masks[0].shape == masks[1].shape and not torch.equal(*masks)
+
+
+@pytest.mark.parametrize(
+    ("keys", "start"),
+    [
+        ({}, "packing: where flash attention is not installed, "),
+        ({"model": {"attn_implementation": "sdpa"}}, 'model.attn_implementation: "sdpa"   ('),
+        ({"model": {"attn_implementation": "flash_attention_2"}}, None),
+        ({"model": {"force_hf": True}}, None),
+        ({"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}}, None),
+        ({"packed_sequence": {"packed_sequence_size": 0}}, None),
+        ({"packed_sequence": {"packing_strategy": "neat", "packed_sequence_size": 1024}}, None),
+        ({"distributed": {"pp_size": 1}}, None),
+        ({"distributed": {"pp_size": 2, "pipeline": {"patch_inner_model": False}}}, None),
+    ],
+)
+def test_pipeline_stages_of_automodel_mask_packed_rows_as_the_first_one(
+    keys: dict[str, Any], start: str | None, convert: Convert
+) -> None:
+    packed = {"packed_sequence": {"packed_sequence_size": 1024}, "distributed": {"pp_size": 2}}
+    lines = said(convert(AUTOMODEL, **packed | keys)).split("\n")
+    starts = [line.split(MASKED_AS_FIRST)[0] for line in lines if MASKED_AS_FIRST in line]
+    assert starts == ([] if start is None else [start])
 
 
 @pytest.mark.parametrize(
