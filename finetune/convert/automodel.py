@@ -76,6 +76,11 @@ ROWS_READ_AGAIN = (
     "epochs: where the ranks do not divide the rows, the first of an epoch, fewer than there are "
     "ranks, are read again at its end there, of held-out rows too"
 )
+# vlm_validation_dataloader of recipes/_typed_config.py, without packed_sequence
+HELD_OUT_UNBOUNDED = (
+    "eval_loss: held-out rows have no limit of length there; here those over max_length are {}"
+)
+OVERLONG_WAYS = {"drop": "left out", "truncate": "cut"}  # what overlength does with a longer row
 # recipes/vlm/finetune.py, and recipes/llm/kd.py
 UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
 # pad_to_max_length of components/datasets/llm/hellaswag.py
@@ -173,6 +178,17 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(MEASURED_WITH_SAVES)
     if drops_last_rows or read_section(settings, "validation_dataloader").get("drop_last"):
         conversion.remarks.append(HELD_OUT_ROWS_LEFT)
+
+
+def _report_held_out_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that Automodel's recipe for images bounds the length of training rows alone."""
+    held_out = read_section(settings, "validation_dataset")
+    collate = read_section(read_section(settings, "validation_dataloader"), "collate_fn")
+    is_bounded = held_out.get("max_length") or collate.get("max_length")
+    way = OVERLONG_WAYS.get(str(conversion.recipe.get("overlength")))
+    is_measured = held_out and runs_for_images(settings) and not has_stages(settings)
+    if is_measured and way and not is_bounded:
+        conversion.remarks.append(HELD_OUT_UNBOUNDED.format(way))
 
 
 def _adapt_saves(settings: ToolFile, conversion: Conversion) -> None:
@@ -743,6 +759,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("wandb") and read_section(settings, "wandb").get("enable", True):
         recipe["report_to"] = "wandb"
     _adapt_loop(settings, conversion)
+    _report_held_out_lengths(settings, conversion)
     _report_packing(settings, conversion)
     _report_head(settings, conversion)
     _report_rows_of_images(settings, conversion)

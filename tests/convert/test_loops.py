@@ -56,6 +56,7 @@ from finetune.convert.automodel import (
     HEAD_APART,
     HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
+    HELD_OUT_UNBOUNDED,
     KEEPS_BIASES,
     LAST_ROWS_LEFT_OUT,
     LATENTS_IN_06,
@@ -68,6 +69,7 @@ from finetune.convert.automodel import (
     NEXT_IN_PLACE,
     NORMS_OF_RANKS_IN_06,
     NOTHING_SAVED,
+    OVERLONG_WAYS,
     PADDED_ROWS,
     RATES_IN_FP32,
     ROTATION_ROUNDED,
@@ -488,6 +490,41 @@ def test_pipeline_stages_of_automodel_mask_packed_rows_as_the_first_one(
     lines = said(convert(AUTOMODEL, **packed | keys)).split("\n")
     starts = [line.split(MASKED_AS_FIRST)[0] for line in lines if MASKED_AS_FIRST in line]
     assert starts == ([] if start is None else [start])
+
+
+@pytest.mark.parametrize(
+    ("keys", "held_out", "way"),
+    [
+        ({}, {}, "left out"),
+        ({"packed_sequence": {"pack_size": 0}}, {}, None),
+        (
+            {
+                "packed_sequence": {"pack_size": 0},
+                "dataloader": {"collate_fn": {"max_length": 2048, "drop_overlong": True}},
+            },
+            {},
+            "left out",
+        ),
+        ({"validation_dataloader": {"collate_fn": {"max_length": 2048}}}, {}, None),
+        ({}, {"max_length": 2048}, None),
+        ({"distributed": {"pp_size": 2}}, {}, None),
+    ],
+)
+def test_held_out_rows_of_images_have_a_limit_of_their_own_in_automodel(
+    keys: dict[str, object], held_out: dict[str, int], way: str | None, convert: Convert
+) -> None:
+    rows = {
+        "_target_": "nemo_automodel.components.datasets.vlm.datasets.make_medpix_dataset",
+        "path_or_dataset": "mmoukouba/MedPix-VQA",
+    }
+    file = {
+        "model": MODEL | {"pretrained_model_name_or_path": "google/gemma-3-4b-it"},
+        "packed_sequence": {"pack_size": 2048, "drop_long_samples": True},
+        "validation_dataset": rows | held_out,
+    }
+    made = convert(AUTOMODEL | IMAGES | file, **keys)
+    is_said = [HELD_OUT_UNBOUNDED.format(each) in said(made) for each in OVERLONG_WAYS.values()]
+    assert is_said == [each == way for each in OVERLONG_WAYS.values()]
 
 
 @pytest.mark.parametrize(
