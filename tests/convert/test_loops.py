@@ -492,6 +492,15 @@ def test_pipeline_stages_of_automodel_mask_packed_rows_as_the_first_one(
     assert starts == ([] if start is None else [start])
 
 
+def test_automodels_rank_of_experts_raises_their_scale_too(convert: Convert) -> None:
+    """patch_moe_module of Automodel's lora.py gets the smaller rank and the same alpha."""
+    made = convert(AUTOMODEL, peft={"dim": 64, "alpha": 32, "moe_rank_scaling": True})
+    assert (made.recipe["lora_r"], made.recipe["lora_alpha"]) == (64, 32)
+    experts_of_a_token = 8
+    assert 32 / (64 // experts_of_a_token) == experts_of_a_token * 32 / 64
+    assert "and their scale multiplied by it" in said(made)
+
+
 @pytest.mark.parametrize(
     ("keys", "held_out", "way"),
     [
