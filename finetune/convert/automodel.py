@@ -80,6 +80,11 @@ UNFILLED_LEFT_OUT = (
     "epochs: the rows of a rank that fill no micro-batch are left out there; here they are a last, "
     "short step"
 )
+# vlm_validation_dataloader of recipes/_typed_config.py, without packed_sequence
+HELD_OUT_UNBOUNDED = (
+    "eval_loss: held-out rows have no limit of length there; here those over max_length are {}"
+)
+OVERLONG_WAYS = {"drop": "left out", "truncate": "cut"}  # what overlength does with a longer row
 # recipes/vlm/finetune.py, and recipes/llm/kd.py
 UNMEASURED_IN_STAGES = "eval_loss: not measured between pipeline stages there; measured here"
 # pad_to_max_length of components/datasets/llm/hellaswag.py, and `padding: max_length` of the others
@@ -93,6 +98,14 @@ DOCUMENTS_NOT_APART = (
     "documents in a packed row attend to those before under flash attention there, its default, "
     "where local_batch_size is above 1; each is apart here"
 )
+# _build_or_reuse_pp_causal_mask of components/distributed/pipelining/hf_utils.py: where a batch has
+# no attention_mask, as one of packed rows, a mask is kept by the length of rows
+MASKED_AS_FIRST = (
+    "in pipeline stages all packed rows have the mask of the first one there, so that a token sees "
+    "what is before it in that row's documents; here in its own"
+)
+WITHOUT_FLASH = "where flash attention is not installed, "
+OWN_DENSE_FAMILIES = ("llama", "qwen2", "qwen3")  # their inner model gets a forward for stages
 # get_wd of OptimizerParamScheduler
 CHANGING_DECAY = "the weight decay goes from {} to {} there; weight_decay stays the same here"
 NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
@@ -198,6 +211,17 @@ def _report_last_rows(settings: ToolFile, drops_last_rows: bool, conversion: Con
         conversion.remarks.append(UNEVEN_ROWS_LEFT_OUT)
 
 
+def _report_held_out_lengths(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that Automodel's recipe for images bounds the length of training rows alone."""
+    held_out = read_section(settings, "validation_dataset")
+    collate = read_section(read_section(settings, "validation_dataloader"), "collate_fn")
+    is_bounded = held_out.get("max_length") or collate.get("max_length")
+    way = OVERLONG_WAYS.get(str(conversion.recipe.get("overlength")))
+    is_measured = held_out and runs_for_images(settings) and not has_stages(settings)
+    if is_measured and way and not is_bounded:
+        conversion.remarks.append(HELD_OUT_UNBOUNDED.format(way))
+
+
 def _adapt_saves(settings: ToolFile, conversion: Conversion) -> None:
     """Sets how often checkpoints are saved, and reports the saves that are left out here.
 
@@ -261,9 +285,26 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     if is_thd and not is_padded:  # padded rows have one length, and both tools pack these alike
         conversion.remarks.append(PACKED_IN_ORDER)
     has_several_rows = isinstance(rows, int) and rows > 1
-    may_flash = not model.get("backend") and _may_use_flash_attention(settings)
-    if is_thd and has_several_rows and may_flash:
+    may_join = not model.get("backend") and _may_join_documents(settings)
+    if is_thd and has_several_rows and may_join:
         conversion.add_difference("step_scheduler.local_batch_size", rows, DOCUMENTS_NOT_APART)
+    if is_thd:
+        _report_masks_of_stages(settings, conversion)
+
+
+def _report_masks_of_stages(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that pipeline stages have the mask of the first packed row for all of them."""
+    model = read_section(settings, "model")
+    pipeline = read_section(read_section(settings, "distributed"), "pipeline")
+    attention = model.get("attn_implementation")
+    has_dense_class = guess_family(name_model(settings)) in OWN_DENSE_FAMILIES
+    is_patched = has_stages(settings) and pipeline.get("patch_inner_model", True)
+    if not is_patched or not has_dense_class or is_of_transformers(settings):
+        return
+    if attention is None:
+        conversion.remarks.append(f"packing: {WITHOUT_FLASH}{MASKED_AS_FIRST}")
+    elif attention in NOT_FLASH:
+        conversion.add_difference("model.attn_implementation", attention, MASKED_AS_FIRST)
 
 
 def _read_packed_size(settings: ToolFile) -> Any:
@@ -308,17 +349,20 @@ def _count_rows_of_forward(settings: ToolFile) -> Any:
     return read_section(settings, "step_scheduler").get("local_batch_size") or 1
 
 
-def _may_use_flash_attention(settings: ToolFile) -> bool:
-    """Whether the model may compute flash attention there.
+def _may_join_documents(settings: ToolFile) -> bool:
+    """Whether documents in one of several packed rows may see those before them there.
 
-    An own class follows attn_implementation, and uses flash attention by default. For transformers'
-    classes _apply_preload_overrides of kernel_patches.py always sets flash attention.
+    transformers' classes get flash attention for packed rows, by _apply_preload_overrides of
+    kernel_patches.py. An own class has Transformer Engine's attention by default, which keeps
+    documents apart.
     """
     model = read_section(settings, "model")
     family = guess_family(name_model(settings))
-    # a name that says no family may be that of an own class
-    has_own_class = not is_of_transformers(settings) and family in (None, *OWN_FAMILIES)
-    return not has_own_class or model.get("attn_implementation") not in NOT_FLASH
+    if is_of_transformers(settings):
+        return True
+    if family is None:  # a name that says no family may be that of an own class
+        return model.get("attn_implementation") not in NOT_FLASH
+    return family not in OWN_FAMILIES
 
 
 # families whose own class gives Gate, of components/moe/layers.py, no dtype by default
@@ -778,6 +822,7 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
         recipe["report_to"] = "wandb"
     _adapt_batch(settings, conversion)
     _adapt_loop(settings, conversion)
+    _report_held_out_lengths(settings, conversion)
     _report_packing(settings, conversion)
     _report_head(settings, conversion)
     _report_rows_of_images(settings, conversion)

@@ -23,6 +23,7 @@ from transformers import (
     Trainer,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.masking_utils import create_causal_mask
 from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRouter
@@ -55,10 +56,12 @@ from finetune.convert.automodel import (
     HEAD_APART,
     HEAD_IN_4_BITS,
     HELD_OUT_ROWS_LEFT,
+    HELD_OUT_UNBOUNDED,
     KEEPS_BIASES,
     LAST_ROWS_LEFT_OUT,
     LATENTS_IN_06,
     LONGEST,
+    MASKED_AS_FIRST,
     MAYBE_WIDENED,
     MEASURED_WITH_SAVES,
     MIMO_IN_06,
@@ -67,6 +70,7 @@ from finetune.convert.automodel import (
     NEXT_IN_PLACE,
     NORMS_OF_RANKS_IN_06,
     NOTHING_SAVED,
+    OVERLONG_WAYS,
     PADDED_ROWS,
     RATES_IN_FP32,
     ROTATION_ROUNDED,
@@ -432,7 +436,7 @@ def test_automodels_recipe_for_images_packs_by_pack_size_alone(convert: Convert)
 @pytest.mark.parametrize(
     ("rows", "model", "strategy", "is_joined"),
     [
-        (2, {}, "thd", True),
+        (2, {"force_hf": True}, "thd", True),
         (2, {"attn_implementation": "sdpa", "force_hf": True}, "thd", True),
         (
             2,
@@ -440,10 +444,18 @@ def test_automodels_recipe_for_images_packs_by_pack_size_alone(convert: Convert)
             "thd",
             True,
         ),
-        (1, {}, "thd", False),
-        (2, {"attn_implementation": "sdpa"}, "thd", False),
-        (2, {"backend": {"attn": "te"}}, "thd", False),
-        (2, {}, "neat", False),
+        (2, {"pretrained_model_name_or_path": "a/model"}, "thd", True),
+        (
+            2,
+            {"attn_implementation": "sdpa", "pretrained_model_name_or_path": "a/model"},
+            "thd",
+            False,
+        ),
+        (1, {"force_hf": True}, "thd", False),
+        (2, {}, "thd", False),  # an own class has Transformer Engine's attention
+        (2, {"attn_implementation": "flash_attention_2"}, "thd", False),
+        (2, {"force_hf": True, "backend": {"attn": "te"}}, "thd", False),
+        (2, {"force_hf": True}, "neat", False),
     ],
 )
 def test_documents_that_see_each_other_in_several_packed_rows_are_said(
@@ -462,12 +474,96 @@ def test_pipeline_stages_of_automodel_see_the_rows_of_a_part(
 ) -> None:
     made = convert(
         AUTOMODEL,
+        model={"force_hf": True},
         distributed={"pp_size": 2, "pipeline": part},
         packed_sequence={"packed_sequence_size": 1024},
         dataset={"pad_to_max_length": False},
         step_scheduler={"local_batch_size": 4},
     )
     assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
+
+
+def test_a_mask_kept_by_its_size_is_that_of_the_first_packed_row() -> None:
+    """What Automodel's stages keep by size holds the first row's documents: the masks differ."""
+    config = LlamaConfig(attn_implementation="sdpa")
+    masks = [
+        create_causal_mask(
+            config,
+            inputs_embeds=torch.empty(1, 6, 1),
+            attention_mask=None,
+            cache=None,
+            position_ids=torch.tensor([positions]),
+        )
+        for positions in ([0, 1, 2, 0, 1, 2], [0, 1, 2, 3, 0, 1])
+    ]
+    assert masks[0].shape == masks[1].shape and not torch.equal(*masks)
+
+
+@pytest.mark.parametrize(
+    ("keys", "start"),
+    [
+        ({}, "packing: where flash attention is not installed, "),
+        ({"model": {"attn_implementation": "sdpa"}}, 'model.attn_implementation: "sdpa"   ('),
+        ({"model": {"attn_implementation": "flash_attention_2"}}, None),
+        ({"model": {"force_hf": True}}, None),
+        ({"model": {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}}, None),
+        ({"packed_sequence": {"packed_sequence_size": 0}}, None),
+        ({"packed_sequence": {"packing_strategy": "neat", "packed_sequence_size": 1024}}, None),
+        ({"distributed": {"pp_size": 1}}, None),
+        ({"distributed": {"pp_size": 2, "pipeline": {"patch_inner_model": False}}}, None),
+    ],
+)
+def test_pipeline_stages_of_automodel_mask_packed_rows_as_the_first_one(
+    keys: dict[str, Any], start: str | None, convert: Convert
+) -> None:
+    packed = {"packed_sequence": {"packed_sequence_size": 1024}, "distributed": {"pp_size": 2}}
+    lines = said(convert(AUTOMODEL, **packed | keys)).split("\n")
+    starts = [line.split(MASKED_AS_FIRST)[0] for line in lines if MASKED_AS_FIRST in line]
+    assert starts == ([] if start is None else [start])
+
+
+def test_automodels_rank_of_experts_raises_their_scale_too(convert: Convert) -> None:
+    """patch_moe_module of Automodel's lora.py gets the smaller rank and the same alpha."""
+    made = convert(AUTOMODEL, peft={"dim": 64, "alpha": 32, "moe_rank_scaling": True})
+    assert (made.recipe["lora_r"], made.recipe["lora_alpha"]) == (64, 32)
+    experts_of_a_token = 8
+    assert 32 / (64 // experts_of_a_token) == experts_of_a_token * 32 / 64
+    assert "and their scale multiplied by it" in said(made)
+
+
+@pytest.mark.parametrize(
+    ("keys", "held_out", "way"),
+    [
+        ({}, {}, "left out"),
+        ({"packed_sequence": {"pack_size": 0}}, {}, None),
+        (
+            {
+                "packed_sequence": {"pack_size": 0},
+                "dataloader": {"collate_fn": {"max_length": 2048, "drop_overlong": True}},
+            },
+            {},
+            "left out",
+        ),
+        ({"validation_dataloader": {"collate_fn": {"max_length": 2048}}}, {}, None),
+        ({}, {"max_length": 2048}, None),
+        ({"distributed": {"pp_size": 2}}, {}, None),
+    ],
+)
+def test_held_out_rows_of_images_have_a_limit_of_their_own_in_automodel(
+    keys: dict[str, object], held_out: dict[str, int], way: str | None, convert: Convert
+) -> None:
+    rows = {
+        "_target_": "nemo_automodel.components.datasets.vlm.datasets.make_medpix_dataset",
+        "path_or_dataset": "mmoukouba/MedPix-VQA",
+    }
+    file = {
+        "model": MODEL | {"pretrained_model_name_or_path": "google/gemma-3-4b-it"},
+        "packed_sequence": {"pack_size": 2048, "drop_long_samples": True},
+        "validation_dataset": rows | held_out,
+    }
+    made = convert(AUTOMODEL | IMAGES | file, **keys)
+    is_said = [HELD_OUT_UNBOUNDED.format(each) in said(made) for each in OVERLONG_WAYS.values()]
+    assert is_said == [each == way for each in OVERLONG_WAYS.values()]
 
 
 @pytest.mark.parametrize(
