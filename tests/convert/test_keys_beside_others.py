@@ -18,6 +18,7 @@ from finetune.config.schema import recipe_keys
 from finetune.convert.as_read import ADAM_ON_CPU, DECAY_ADDED
 from finetune.convert.axolotl import CLIPPED_BY_RANK, LOSS_WATCHED
 from finetune.convert.by_tool import ALL_DECAYED
+from finetune.convert.datasets import PROMPT_REPEATED, SECOND_IS_ANSWER
 from tests.convert.conftest import Convert, said
 
 AXOLOTL = {
@@ -159,3 +160,24 @@ def test_axolotl_watches_the_loss_of_answers_alone(method: str | None, convert: 
     pairs = {"rl": method, "datasets": [{"path": "a/pairs", "type": "chat_template.default"}]}
     made = convert(AXOLOTL | (pairs if method else {}), loss_watchdog_threshold=5.0)
     assert (LOSS_WATCHED in said(made)) == (method is None)
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "line"),
+    [
+        ("dpo", "chatml.ultra", SECOND_IS_ANSWER.format("the column prompt")),
+        ("dpo", "llama3.argilla_chat", SECOND_IS_ANSWER.format("the first one alone")),
+        ("kto", "llama3.ultra", None),  # an answer is a text
+        ("dpo", "chat_template.argilla_chat", None),
+        ("orpo", "chat_template.argilla", PROMPT_REPEATED),
+    ],
+)
+def test_axolotls_types_of_pairs_may_read_one_exchange_alone(
+    method: str, kind: str, line: str | None, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, rl=method, datasets=[{"path": "a/pairs", "type": kind}])
+    known = [
+        *(SECOND_IS_ANSWER.format(part) for part in ("the column prompt", "the first one alone")),
+        PROMPT_REPEATED,
+    ]
+    assert [each for each in known if each in said(made)] == [line] * (line is not None)
