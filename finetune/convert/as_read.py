@@ -3,6 +3,7 @@
 For instance Axolotl reads no `early_stopping_patience` in a file that names an `rl` method.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.factory import is_of_bridge, is_of_mcore
-from finetune.convert.value_conversion import read_section
+from finetune.convert.value_conversion import Conversion, read_section
 
 # tools whose files hold transformers' TrainingArguments by name
 TRAINERS: tuple[Tool, ...] = ("TRL", "LLaMA-Factory", "ms-swift")
@@ -41,6 +42,24 @@ EVALUATIONS = ("eval_steps", "evals_per_epoch")
 COSINE_SCHEDULES = ("cosine", "rex")
 # tokenizers of bytes, which no `legacy` concerns: it says where SentencePiece's space stands
 BYTE_TOKENIZERS = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer")
+# Tool -> its key for the optimizer, which Trainer hands to Accelerate
+OPTIMIZER_KEYS: Mapping[Tool, str] = {"Axolotl": "optimizer", **dict.fromkeys(TRAINERS, "optim")}
+# the tools' own DeepSpeed files that move the optimizer to the CPU, without
+# zero_force_ds_cpu_optimizer: false
+FILES_WITH_OPTIMIZER_ON_CPU = re.compile(
+    r"deepspeed_configs/zero2(_torch_compile)?\.json|\b(ds_z|zero)[23]_offload|\bds_z3_fp8_config"
+)
+# map_pytorch_optim_to_deepspeed of accelerate/utils/deepspeed.py makes DeepSpeed's Adam of all but
+# these, of which Axolotl refuses the last two beside DeepSpeed, as it does Muon
+KEPT_ON_CPU = re.compile(
+    r"none|ada(grad|mw(_hf|_torch(_fused|_xla|_npu_fused)?)?)|paged_adamw(_32bit)?|"
+    r"(paged_)?lion(_32bit)?|muon_8bit|flash_.*"
+)
+ADAM_ON_CPU = (
+    "the DeepSpeed file moves the optimizer to the CPU, where Accelerate puts DeepSpeed's Adam in "
+    "its place, with moments in float32: AdamW here"
+)
+DECAY_ADDED = f"{ADAM_ON_CPU}; it adds weight_decay to the gradient, which AdamW does not"
 
 
 def _reads_itself(file: ToolFile) -> bool:
@@ -55,11 +74,15 @@ def starts_by_lora_ga(file: ToolFile) -> bool:
     return file.get("init_weights") == "lora-ga" and is_of_peft and not makes_others
 
 
+def _updates_matrices(optimizer: str) -> bool:
+    """Whether this optimizer treats matrices in a way of their own, as Muon does."""
+    facts = OPTIMIZERS.get(optimizer)
+    return facts is not None and facts.count_matrix is not None
+
+
 def _takes_arguments(optimizer: str) -> bool:
     """Whether Axolotl passes optim_args on to this optimizer."""
-    facts = OPTIMIZERS.get(optimizer)
-    updates_matrices = facts is not None and facts.count_matrix is not None  # as Muon does
-    return optimizer in CUSTOM_OPTIMIZERS or updates_matrices
+    return optimizer in CUSTOM_OPTIMIZERS or _updates_matrices(optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +121,7 @@ UNREAD_RULES = (
             "loss_watchdog_patience",
             "dataloader_drop_last",
             *("use_dft", "use_eaft", "eaft_alpha", "eaft_k"),
+            *("lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute"),
         ),
         lambda file: bool(file.get("rl")),
     ),
@@ -251,6 +275,8 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
         for key in rule.keys
         if _remove_key(file, key)
     ]
+    if _is_replaced_on_cpu(tool, settings):
+        del file[OPTIMIZER_KEYS[tool]]  # AdamW is the default
     if tool == "LLaMA-Factory" and is_of_mcore(settings):
         file["finetuning_type"] = "full"
     if tool == "ms-swift" and starts_by_lora_ga(settings):
@@ -260,6 +286,38 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
     elif not file.get("eval_steps"):
         _set_eval_steps(tool, file)
     return file, unread
+
+
+def report_adam_on_cpu(tool: Tool, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that DeepSpeed's Adam takes the place of the optimizer that the file names."""
+    if not _is_replaced_on_cpu(tool, settings):
+        return
+    key = OPTIMIZER_KEYS[tool]
+    if settings.get("weight_decay"):
+        conversion.add_difference(key, settings[key], DECAY_ADDED)
+    else:
+        conversion.add_remark(key, settings[key], ADAM_ON_CPU)
+
+
+def _is_replaced_on_cpu(tool: Tool, settings: ToolFile) -> bool:
+    """Whether Accelerate replaces the file's optimizer by DeepSpeed's Adam, for it is on the CPU.
+
+    >>> file = {"optim": "adamw_8bit", "deepspeed": "zero2_offload"}
+    >>> _is_replaced_on_cpu("ms-swift", file), _is_replaced_on_cpu("ms-swift", {"optim": "sgd"})
+    (True, False)
+    """
+    optimizer = str(settings.get(OPTIMIZER_KEYS.get(tool, ""))).lower()
+    is_kept = KEPT_ON_CPU.fullmatch(optimizer) is not None or _updates_matrices(optimizer)
+    return _moves_optimizer(settings.get("deepspeed")) and not is_kept
+
+
+def _moves_optimizer(deepspeed: Any) -> bool:
+    """Whether a DeepSpeed file, by its name or settings, has Trainer's optimizer on the CPU."""
+    if not isinstance(deepspeed, Mapping):
+        return FILES_WITH_OPTIMIZER_ON_CPU.search(str(deepspeed).lower()) is not None
+    offload = read_section(read_section(deepspeed, "zero_optimization"), "offload_optimizer")
+    is_replaced = deepspeed.get("zero_force_ds_cpu_optimizer", True) is not False
+    return offload.get("device", "none") != "none" and is_replaced and "optimizer" not in deepspeed
 
 
 # Tool -> texts, in lower case, that it reads as other values: translate_value of Automodel's

@@ -234,6 +234,12 @@ def is_first_fsdp(settings: ToolFile) -> bool:
     return str(version) == "1" or (version is None and bool(settings.get("fsdp")))
 
 
+def has_flat_parameters(settings: ToolFile) -> bool:
+    """Whether an Axolotl file asks for FSDP1 with one flat parameter for all weights of a layer."""
+    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    return is_first_fsdp(settings) and fsdp_config.get("use_orig_params") is False
+
+
 def _keeps_loaded_dtype(settings: ToolFile) -> bool:
     """Whether Axolotl shards by FSDP2, under which weights keep the dtype that they are loaded in.
 

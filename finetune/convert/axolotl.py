@@ -85,6 +85,7 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     _report_muon(settings, conversion)
     _report_decay(settings, conversion)
+    _report_shared_experts(settings, conversion)
 
 
 # The family that AxolotlMambaTrainer and MambaDataCollator train until 0.19: all ids of a batch are
@@ -216,6 +217,25 @@ def _report_decay(settings: ToolFile, conversion: Conversion) -> None:
     may_train_them = recipe.get("modules_to_save") or not recipe.get("use_peft")
     if decay and may_train_them and settings.get("optimizer") in CUSTOM_OPTIMIZERS:
         conversion.add_remark("weight_decay", decay, EMBEDDINGS_SPARED)
+
+
+# validate_expert_parallel_topology of integrations/expert_parallel/args.py; until 0.19
+# _register_expert_grad_scale of its plugin.py, and clip_grad_norm_ of each rank's parameters
+CLIPPED_BY_RANK = (
+    "0.21 refuses this without FSDP2; in 0.19, where DeepEP is installed, each rank clips by a "
+    "norm of its own, over its experts and what all ranks have, whose copies drift apart, and each "
+    "micro-batch divides the experts' gradients of those before by this size again; here one norm "
+    "is over all weights"
+)
+
+
+def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports how Axolotl trains experts that ranks share without FSDP."""
+    size = convert_number(settings.get("expert_parallel_size"))
+    trains_experts = not conversion.recipe.get("use_peft") or settings.get("lora_target_parameters")
+    is_sharded = settings.get("fsdp_config") or settings.get("fsdp")
+    if isinstance(size, int) and size > 1 and trains_experts and not is_sharded:
+        conversion.add_difference("expert_parallel_size", size, CLIPPED_BY_RANK)
 
 
 def _set_axolotl_targets(settings: ToolFile, recipe: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from finetune.config.facts import read_family_source
 from finetune.config.quantization import LOAD_KEYS
 from finetune.config.schema import recipe_keys
 from finetune.constants import HEADS
-from finetune.convert.asked_layout import AskedLayout, find_zero_stage
+from finetune.convert.asked_layout import AskedLayout, find_zero_stage, has_flat_parameters
 from finetune.convert.automodel import adapt_automodel, has_stages, report_loaded_dtype
 from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
 from finetune.convert.chat_templates import shows_images
@@ -519,6 +519,8 @@ def _report_decayed_norms(settings: ToolFile, conversion: Conversion) -> None:
         or conversion.is_factory_v1
         # the Muon of LLaMA-Factory and ms-swift decays every parameter
         or find_muon_key(conversion.tool, settings, recipe)
+        # Trainer finds norms and biases by their names, which a flat parameter does not have
+        or (conversion.tool == "Axolotl" and has_flat_parameters(settings))
     )
     if decays_all and recipe.get("weight_decay") and not _has_adapters(conversion):
         conversion.remarks.append(ALL_DECAYED)

@@ -17,7 +17,7 @@ from finetune.config.quantization import LOAD_KEYS, QLORA
 from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml, write_yaml
-from finetune.convert.as_read import read_as_tool
+from finetune.convert.as_read import read_as_tool, report_adam_on_cpu
 from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
 from finetune.convert.axolotl import FAMILIES_ROUTED_OTHERWISE, report_mlp_kernel
 from finetune.convert.base_model import adapt_model
@@ -308,6 +308,7 @@ def _convert(file: LoadedFile) -> Conversion:
     refuse_other_methods(tool, settings, source)
     _, images = find_images(tool, settings)
     conversion = Conversion(tool, images=images, is_factory_v1=is_v1)
+    report_adam_on_cpu(tool, settings, conversion)
     settings, unread = read_as_tool(tool, settings)
     conversion.ignored += unread
     method = find_method(tool, settings, source)

@@ -673,6 +673,8 @@ def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conv
     elif template == "chat_template" and form in (*MESSAGE_FORMS, "argilla"):
         entry.take("type")
         keys["prompt_column"] = entry.take("field_messages")
+        if method == "orpo":
+            conversion.add_remark("datasets.type", kind, PROMPT_REPEATED)
     elif form in (RATED_FORMS if method == "kto" else PAIR_FORMS):
         entry.take("type")
         keys |= _name_form_columns(form, method)
@@ -690,6 +692,20 @@ def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conv
 OF_LLAMA3 = f"{SPACE_KEPT}, and sequence_len counts a row without its BOS token there, with it here"
 
 
+# transform_fn of these forms in prompt_strategies/dpo/chatml.py and llama3.py of Axolotl: the form
+# -> its question
+SECOND_ANSWERS = {"ultra": "the column prompt", "argilla_chat": "the first one alone"}
+SECOND_IS_ANSWER = (
+    "of a conversation the second message is the answer there, to {}, and what follows is left "
+    "out; here the last one, after all before it"
+)
+# get_prompt of ORPODatasetParsingStrategy in its prompt_strategies/orpo/chat_template.py
+PROMPT_REPEATED = (
+    "of a row with several questions each is the column prompt there, where there is one; here as "
+    "the conversation has it"
+)
+
+
 def _take_own_template(template: str, kind: str, conversion: Conversion) -> None:
     """Sets the chat template that a data set's type `kind` writes turns by in Axolotl.
 
@@ -702,6 +718,10 @@ def _take_own_template(template: str, kind: str, conversion: Conversion) -> None
     conversion.recipe["chat_template"] = template
     if template == "llama3":
         conversion.add_remark("datasets.type", kind, OF_LLAMA3)
+    form = kind.partition(".")[2]
+    if form in SECOND_ANSWERS and conversion.recipe["method"] != "kto":
+        note = SECOND_IS_ANSWER.format(SECOND_ANSWERS[form])
+        conversion.add_remark("datasets.type", kind, note)
 
 
 def _name_form_columns(form: str, method: str) -> dict[str, Any]:

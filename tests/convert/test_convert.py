@@ -77,7 +77,7 @@ learning_rate: 2e-5
 optimizer: adamw_torch_fused
 lr_scheduler: cosine
 bf16: auto
-deepspeed: deepspeed_configs/zero2.json
+deepspeed: deepspeed_configs/zero1.json
 load_in_8bit: false
 neftune_noise_alpha: 5
 wandb_project: fun
@@ -1059,12 +1059,12 @@ def test_a_class_without_a_module_is_refused_by_its_name(tmp_path: Path) -> None
 
 def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
     for asked, layout in (("false", "fsdp_full_shard_auto"), ("true", "fsdp_cpu_offload")):
-        text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json\n", FSDP % asked)
+        text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero1.json\n", FSDP % asked)
         assert converted(text)[0]["accelerate_config"] == layout
     for device, layout in (("none", "fsdp_full_shard_auto"), ("cpu", "fsdp_cpu_offload")):
         zero = {"stage": 3, "offload_optimizer": {"device": device}}
         section = json.dumps({"zero_optimization": zero})
-        text = AXOLOTL.replace("deepspeed_configs/zero2.json", section)
+        text = AXOLOTL.replace("deepspeed_configs/zero1.json", section)
         assert converted(text)[0]["accelerate_config"] == layout
 
 
