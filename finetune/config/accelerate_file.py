@@ -733,7 +733,7 @@ class _SettingsReader:
         value = section.get(key)
         if value is None:
             return None
-        if not isinstance(value, bool) and str(value).isdecimal() and int(value) >= at_least:
+        if str(value).isdecimal() and int(value) >= at_least:
             return int(value)
         self.add_problem(
             key, f"{key}: {value} does not fit; a whole number of at least {at_least} is expected"

@@ -400,9 +400,12 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
 def _find_unquantized(name: str) -> str:
     """Describes in words the model that a quantized model was made from.
 
-    It is named after `base_model` of the model card, if `name` is a folder with such a card.
+    It is named after `base_model` of the model card, if `name` is a folder with such a card, or a
+    file in it.
     """
-    card = Path(name) / "README.md"
+    path = Path(name)
+    folder = path.parent if path.is_file() else path
+    card = folder / "README.md"
     text = ""
     if card.is_file():
         text = card.read_text("utf-8", "replace")[:CARD_CHARACTERS]

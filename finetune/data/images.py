@@ -25,7 +25,7 @@ from finetune.config.pretrained import is_vision_language, load_config
 from finetune.config.schema import DatasetSource, Model
 from finetune.constants import Names
 from finetune.data.messages import IMAGE, BadRow, describe_value
-from finetune.data.readers import UNPACKED_TIMES, most_unpacked
+from finetune.data.readers import most_unpacked
 from finetune.errors import UserError, install_command
 
 MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
@@ -202,6 +202,7 @@ def open_image(image: EncodedImage) -> Any:
         # the sizes are in the header: nothing is decoded yet
         if problem := _find_excess(picture, image.content):
             raise BadRow(f"{name}: {problem}")
+        # MPO: a JPEG with further pictures, such as a phone's map of depth; only the first is read
         if getattr(picture, "is_animated", False) and picture.format != "MPO":
             raise BadRow(f"{name}: animated; save one of its {picture.n_frames} frames as an image")
         picture.load()
@@ -240,8 +241,8 @@ def _find_excess(picture: Any, content: bytes) -> str | None:
     if width * height > MAX_PIXELS:
         return f"{width:,} x {height:,} pixels, more than {MAX_PIXELS:,}; shrink it"
     if RGB_BYTES * width * height > max_bytes:
-        times = f"more than {max_bytes // 2**20:,} MiB, {UNPACKED_TIMES} times its size"
-        return f"{width:,} x {height:,} pixels unpack to {times}; shrink it"
+        most = f"more than {max_bytes // 2**20:,} MiB, the most for a file of its size"
+        return f"{width:,} x {height:,} pixels unpack to {most}; shrink it"
     if max(width, height) > MAX_RATIO * min(width, height):
         return (
             f"{width:,} x {height:,} pixels: one side is more than {MAX_RATIO} times the other; "

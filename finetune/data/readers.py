@@ -148,7 +148,7 @@ class _Unpacked(io.RawIOBase):
 
 
 def most_unpacked(size: int) -> int:
-    """Returns how many bytes a file of `size` bytes may unpack to."""
+    """Returns how many bytes a file of `size` bytes may unpack to; a small file may to 64 MiB."""
     return max(UNPACKED_BYTES, UNPACKED_TIMES * size)
 
 
@@ -157,7 +157,7 @@ def limit_unpacked(path: str, size: int) -> None:
     most = most_unpacked(Path(path).stat().st_size)
     if size > most:
         raise UserError(
-            f"{path}: unpacks to more than {most // 2**20:,} MiB, {UNPACKED_TIMES} times its size; "
+            f"{path}: unpacks to more than {most // 2**20:,} MiB, the most for a file of its size; "
             "is it data? unpack it, as JSON Lines if it is of columns, and name the unpacked file"
         )
 

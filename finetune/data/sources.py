@@ -602,8 +602,9 @@ def _count_unpacked_bytes(path: str) -> int:
 def _follow_field(flatbuffer: bytes, table: int, field: int) -> int:
     """Returns the position of the table or vector that a field of a flatbuffer table points to.
 
-    Returns 0 if the table does not have the field. A table begins with the distance to its vtable,
-    which holds its own size (uint16), the table's size, and the offset of each field (uint16).
+    Returns 0 if the table does not have the field. A table begins with a signed distance: its own
+    position minus that of its vtable. The vtable holds its own size (uint16), the table's size, and
+    the offset of each field (uint16).
 
     Args:
         flatbuffer: The flatbuffer.

@@ -277,12 +277,13 @@ def restore_folder(target: Path) -> None:
     """Restores an export's folder `target` if a process was killed between the two renames that
     replace it.
 
-    It does nothing if `target` exists or another process holds the lock of the staging folder.
+    It does nothing if `target` exists, another process holds the lock of the staging folder, or the
+    file system refuses.
     """
     staging, replaced = paths_beside(target)
-    if target.exists() or not replaced.is_dir():
-        return
     with suppress(FolderInUse, OSError):
+        if target.exists() or not replaced.is_dir():
+            return
         staging.mkdir(exist_ok=True)
         lock = lock_folder(staging)
         try:

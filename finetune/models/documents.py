@@ -351,9 +351,10 @@ def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = No
         partial(_read_lengths, current, sequence_group), with_kwargs=True
     )
     for module in modules:
-        # A wrapper around transformers' forward updates the frequencies; the forward applies them.
-        apply = inspect.unwrap(type(module).forward)
-        module.forward = MethodType(partial(_embed_positions, apply, current), module)
+        # transformers' decorator updates the frequencies; the forward that it wraps applies them.
+        plain_forward = inspect.unwrap(type(module).forward)
+        forward = partial(_embed_positions, plain_forward, current)
+        module.forward = MethodType(forward, module)
 
 
 @dataclass(slots=True)

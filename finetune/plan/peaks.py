@@ -229,8 +229,9 @@ def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
     it.
     """
     if spec.recipe.optimization.optim_in_backward:
-        # the first update comes right after the backward of the head
-        points_before_update = [point.name for point in step].index(HEAD_BACKWARD) + 1
+        # The first update comes after the backward of the head, or later if the head is tied.
+        names = [point.name for point in step]
+        points_before_update = names.index(HEAD_BACKWARD) + 1
     else:
         points_before_update = len(step) - 1  # the last point is the optimizer step
     before_update = [replace(point, optimizer=0) for point in step[:points_before_update]]

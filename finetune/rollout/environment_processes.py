@@ -181,9 +181,10 @@ def freeze(environment: Any) -> str:
     attributes = {}
     for name, value in getattr(environment, "__dict__", {}).items():
         with suppress(Exception):  # pickling an attribute may raise anything
-            pickled = pickle.dumps(value)  # not dill, which would open files again and make locks
+            pickled = pickle.dumps(value)  # dill would copy open files and locks too
             if len(pickled) <= STATE_BYTES:
                 attributes[name] = pickled
+    # dill copies a class of the recipe's file by value; pickle would only name it
     return b64encode(dill.dumps((type(environment), attributes))).decode()
 
 

@@ -237,17 +237,17 @@ def describe_flash_kernels() -> list[str]:
 
 
 def describe_groups(world: World) -> list[str]:
-    """Describes the stages of a pipeline, and the tensor-parallel groups of ranks."""
+    """Describes the stages of a pipeline, and the tensor-parallel groups of ranks in a stage."""
     lines = []
-    groups = world.tensor_group_count
+    groups = world.tensor_group_count  # in each stage
     if world.stages > 1:
         of_ranks = counted(world.stage_size, "rank")
         schedule = world.sharding.pipeline_schedule
         lines.append(f"        a pipeline of {world.stages} stages of {of_ranks} each ({schedule})")
     if world.sharding.divides_matrices:
-        ranks = world.stage_size // groups
+        group_size = world.stage_size // groups
         lines.append(
-            f"        tensor parallel over {ranks} ranks, {counted(groups, 'group')}: heads, "
+            f"        tensor parallel over {group_size} ranks, {counted(groups, 'group')}: heads, "
             "intermediate features and vocabulary are divided"
         )
     return lines
@@ -472,8 +472,8 @@ def last_screen(folder: Path, last_step: int, *, has_teacher: bool = False) -> l
 def _warn_of_worse_model(folder: Path) -> list[str]:
     """Warns if all held-out losses are higher than the one before the first step.
 
-    No line for a difference of less than a hundredth, nor where held-out completions are sampled
-    and rewarded.
+    No line if the lowest of them is within 1% of that one, nor where the loss is minus the mean
+    reward of sampled completions.
     """
     losses = [
         (line["step"], line["eval_loss"])
@@ -482,12 +482,14 @@ def _warn_of_worse_model(folder: Path) -> list[str]:
     ]
     first = next((loss for step, loss in losses if step == 0), None)
     later = [(loss, step) for step, loss in losses if step > 0]
-    if first is None or not later or min(later)[0] <= first + abs(first) / 100:
+    if first is None or not later:
         return []
-    loss, step = min(later)
+    lowest, step = min(later)
+    if lowest <= first + 0.01 * abs(first):
+        return []
     return [
         f"warning the held-out loss was {first:.4f} before the first step, and at the lowest "
-        f"{loss:.4f} after it (step {step:,}): on the held-out rows the model is worse than "
+        f"{lowest:.4f} after it (step {step:,}): on the held-out rows the model is worse than "
         "before; lower learning_rate, or train on rows that are more like them"
     ]
 
