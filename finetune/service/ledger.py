@@ -341,8 +341,8 @@ class Ledger:
             except REFUSED as error:
                 if not self._is_refused:
                     print(
-                        f"{self._path}: cannot be written ({error}); the server waits, and goes on "
-                        "once there is room",
+                        f"{self._path}: cannot be written ({error}); the server waits, and "
+                        "continues once there is room",
                         file=sys.stderr,
                         flush=True,
                     )

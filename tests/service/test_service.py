@@ -637,7 +637,7 @@ def test_what_a_full_disk_refuses_is_written_once_there_is_room(
             )
     assert answers[True] == answers[False] and answers[True][0] != answers[True][2]
     said = [line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line]
-    assert len(said) == 6 and all("goes on once there is room" in line for line in said)
+    assert len(said) == 6 and all("continues once there is room" in line for line in said)
 
 
 @pytest.mark.parametrize("place", ["being written", "without a record"])
