@@ -10,7 +10,7 @@ Recomputed activations are not counted. Source: Chowdhery et al. 2022 (PaLM), ap
 """
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 # Words in a device's name -> its peak in FLOP per second, for dense bf16 products with fp32 sums.
 # If several entries match a name, the longest one holds. The numbers are from the vendors' data
@@ -72,16 +72,43 @@ def flop_per_token(
     return float(6 * parameters - 2 * frozen + 12 * layers * heads * head_size * length)
 
 
-def fp8_share_of(
-    flop_per_token: float, *, trained: int = 0, frozen: int = 0, weight_gradients: bool = True
-) -> float:
-    """Computes the share of the FLOP to train on a token that is in FP8.
+class TokenPasses(NamedTuple):
+    """How often a step computes a token, on average over its tokens, by the trained model."""
+
+    trained: float = 1.0  # forwards with a backward
+    measured: float = 0.0  # forwards without one
+
+
+TRAINED_ONCE = TokenPasses()
+
+
+def count_token_passes(*, are_rated: bool, measures_all: bool) -> TokenPasses:
+    """Counts the passes of a step.
 
     Args:
-        flop_per_token: All FLOP to train on a token.
+        are_rated: Whether each answer has a mismatched one beside it, which is only measured.
+        measures_all: Whether a forward measures all tokens before they are trained on.
+    """
+    trained = 0.5 if are_rated else 1.0
+    return TokenPasses(trained, 1 - trained + measures_all)
+
+
+def fp8_share_of(
+    flop_per_token: float,
+    *,
+    trained: int = 0,
+    frozen: int = 0,
+    weight_gradients: bool = True,
+    passes: TokenPasses = TRAINED_ONCE,
+) -> float:
+    """Computes the share of a step's FLOP that is in FP8.
+
+    Args:
+        flop_per_token: All FLOP of a step for a token.
         trained: Weights with a gradient whose products are in FP8.
         frozen: Weights without a gradient whose products are in FP8.
         weight_gradients: Whether the products that give the weights' gradients are in FP8 too.
+        passes: How often a step computes a token.
 
     >>> fp8_share_of(12e9, trained=10**9), fp8_share_of(12e9, trained=10**9, weight_gradients=False)
     (0.5, 0.3333333333333333)
@@ -90,7 +117,9 @@ def fp8_share_of(
     # for the weight's own gradient.
     per_trained = 6 if weight_gradients else 4
     per_frozen = 4
-    return (per_trained * trained + per_frozen * frozen) / flop_per_token
+    training = per_trained * trained + per_frozen * frozen
+    forward = 2 * (trained + frozen)
+    return (passes.trained * training + passes.measured * forward) / flop_per_token
 
 
 def mix_peaks(peak: float, fp8_share: float) -> float:

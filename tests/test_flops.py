@@ -1,9 +1,11 @@
 """The FLOP of a training step against those that torch counts, and the peak of a GPU by the name that torch gives it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from finetune.config.schema import Method
 from finetune.flops import flop_per_token_of, peak_flops_of
 from finetune.plan.speed import estimate_speed
 from tests.plan.run_specs import make_spec
@@ -114,3 +116,36 @@ def test_the_flop_of_a_step_are_those_that_torch_counts(
         make_spec({"model_type": family, **config}, ranks=1, max_length=TOKENS), mfu=0.4
     )
     assert planned.flop_per_token == pytest.approx(found, rel=1e-6)
+
+
+@pytest.mark.parametrize("use_peft", [False, True])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_a_methods_forwards_without_a_backward_are_counted_once(
+    method: str, use_peft: bool
+) -> None:
+    """Of KTO's tokens half are mismatched, which no backward reaches; under LoRA a reference runs on all of both methods'."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**CONFIG, head_dim=24, attn_implementation="eager"))
+    documents = torch.randint(3, 256, (2, TOKENS))
+    passes = [(documents[:1] if method == "kto" else documents, True)]  # (tokens, has a backward)
+    if method == "kto":
+        passes.append((documents[1:], False))
+    if method != "sft" and use_peft:
+        passes.append((documents, False))
+    with FlopCounterMode(display=False) as counter:
+        for input_ids, has_backward in passes:
+            with torch.set_grad_enabled(has_backward):
+                embedded = model.get_input_embeddings()(input_ids).detach()
+                embedded.requires_grad_(has_backward)
+                model.requires_grad_(not use_peft)
+                loss = model(inputs_embeds=embedded, use_cache=False).logits.sum()
+            if has_backward:
+                loss.backward()
+    spec = make_spec({"model_type": "llama", "head_dim": 24, **CONFIG}, ranks=1, max_length=TOKENS)
+    lora = replace(spec.recipe.lora, use_peft=use_peft, lora_r=1)
+    spec = replace(spec, recipe=replace(spec.recipe, method=Method(method=method), lora=lora))
+    planned = estimate_speed(spec, mfu=0.4).flop_per_token * documents.numel()
+    assert planned == pytest.approx(counter.get_total_flops(), rel=0.03)

@@ -9,8 +9,8 @@ from typing import Any
 from finetune.config.methods import MULTI_LABEL
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import (
-    CONVERSATION_COLUMNS,
     PARSERS,
+    TURN_READERS,
     Columns,
     Conversation,
     Document,
@@ -58,9 +58,8 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
         label = _find_class(value, name, data.labels)
     other_columns = {column: value for column, value in row.items() if column != name}
     row_format = source.type or recognize_format(other_columns, source)
-    is_conversation = row_format in ("messages", "sharegpt")
-    if is_conversation:
-        document = _read_conversation(columns, source)
+    if row_format in TURN_READERS:
+        document = _make_conversation(columns, TURN_READERS[row_format](columns, source))
     else:
         document = PARSERS[row_format](columns, source)
     return ParsedRow((Group((document,), labels=(label,)),), row_format, columns.unused)
@@ -107,15 +106,12 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
     )
 
 
-def _read_conversation(columns: Columns, source: DatasetSource) -> Document:
-    """Reads the messages of a row, of which the last may be the user's or the assistant's.
+def _make_conversation(columns: Columns, turns: list[Any]) -> Document:
+    """Makes a conversation of turns, of which the last may be the user's or the assistant's.
 
     Where it is not the assistant's, an empty answer is added for `make_conversation`, which
     requires an assistant's turn, and removed again.
     """
-    present = [name for name in CONVERSATION_COLUMNS if columns.row.get(name) is not None]
-    default_column = present[0] if present else CONVERSATION_COLUMNS[0]
-    turns = columns.take_messages(source.messages_column or default_column)
     if not turns:
         raise BadRow("messages: an empty list")
     if is_of_assistant(turns[-1]):

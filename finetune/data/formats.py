@@ -457,8 +457,8 @@ def _refuse_rated(columns: Columns, row_format: str, source: DatasetSource) -> N
         )
 
 
-def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
-    """Reads a list of messages; or a question and its answer, if the source names their columns, or
+def _take_message_turns(columns: Columns, source: DatasetSource) -> list[Any]:
+    """Takes a list of messages; or a question and its answer, if the source names their columns, or
     if the row has their usual columns and no messages.
     """
     is_named = source.prompt_column or source.completion_column
@@ -467,14 +467,12 @@ def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
     if is_named or (messages_column is None and has_usual):
         question = columns.take_text(source.prompt_column or "prompt")
         answer = columns.take_text(source.completion_column or "completion")
-        return make_conversation(
-            columns, [make_message("user", question), make_message("assistant", answer)]
-        )
-    return make_conversation(columns, columns.take_messages(messages_column or "messages"))
+        return [make_message("user", question), make_message("assistant", answer)]
+    return columns.take_messages(messages_column or "messages")
 
 
-def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
-    """Reads ShareGPT's turns, and the answer in a column of its own that may follow them."""
+def _take_sharegpt_turns(columns: Columns, source: DatasetSource) -> list[Any]:
+    """Takes ShareGPT's turns, and the answer in a column of its own that may follow them."""
     if columns.row.get("conversations") is not None:
         default = "conversations"
     else:
@@ -483,7 +481,23 @@ def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
     answer = columns.take(source.completion_column or "chosen")  # "chosen": of a preference pair
     if answer is not None:
         turns += answer if isinstance(answer, list) else [answer]
-    return make_conversation(columns, turns)
+    return turns
+
+
+TURN_READERS: dict[str, Callable[[Columns, DatasetSource], list[Any]]] = {
+    "messages": _take_message_turns,
+    "sharegpt": _take_sharegpt_turns,
+}
+
+
+def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
+    """Reads a row as `_take_message_turns`."""
+    return make_conversation(columns, _take_message_turns(columns, source))
+
+
+def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
+    """Reads a row as `_take_sharegpt_turns`."""
+    return make_conversation(columns, _take_sharegpt_turns(columns, source))
 
 
 def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:

@@ -19,7 +19,14 @@ from finetune.config.methods import RowKind
 from finetune.config.schema import Data
 from finetune.constants import FP32, ITEMSIZE, ceil_div
 from finetune.files.json_files import parse_json
-from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
+from finetune.flops import (
+    PEAK_FLOPS,
+    TokenPasses,
+    count_token_passes,
+    flop_per_token,
+    fp8_share_of,
+    mix_peaks,
+)
 from finetune.plan.activations import TOKEN_ID
 from finetune.plan.forward_memory import kv_cache_bytes
 from finetune.plan.run_spec import RunSpec, count_multiplied
@@ -472,7 +479,7 @@ class _FlopPerToken(NamedTuple):
     forward: float  # of the trained model
     # a second forward without gradients: with adapters off, or of an embedding method; else 0
     second_forward: float
-    step: float  # all that a step computes, with a teacher's forward
+    step: float  # all that a step computes, as a mean over tokens, with a teacher's forward
     # a forward before training, of a reference or teacher whose results are stored; else 0
     before_training: float
 
@@ -496,22 +503,34 @@ def _count_flops(spec: RunSpec) -> _FlopPerToken:
     # The backward takes twice the FLOP of the forward, but for frozen weights the same FLOP: they
     # need no gradient of their own.
     forward = (trained + 2 * _count_frozen(spec)) / 3
-    has_second = embeds or spec.reference == "adapters off"
-    second_forward = forward if has_second else 0.0
+    passes = _count_token_passes(spec)
+    second_forward = forward if passes.trained + passes.measured > 1 else 0.0
+    own = passes.trained * trained + passes.measured * forward
     teacher = spec.teacher.flop_per_token(length) if spec.teacher else 0.0
     if spec.recipe.method.distill_top_k is not None:  # the teacher runs before training only
-        return _FlopPerToken(
-            forward, second_forward, step=trained + second_forward, before_training=teacher
-        )
+        return _FlopPerToken(forward, second_forward, step=own, before_training=teacher)
     if spec.recipe.method_facts.has_critic:
         # The critic's values and the reference are computed once for all updates on the same
         # completions.
-        teacher = (teacher + forward) / spec.recipe.rollout.num_iterations
+        with_adapters_off = spec.recipe.has_reference and spec.teacher is None
+        reference = forward if with_adapters_off else teacher
+        teacher = (reference + forward) / spec.recipe.rollout.num_iterations
     return _FlopPerToken(
         forward,
         second_forward,
-        step=trained + second_forward + teacher,
+        step=own + teacher,
         before_training=forward if spec.reference == "stored" else 0.0,
+    )
+
+
+def _count_token_passes(spec: RunSpec) -> TokenPasses:
+    """Counts how often a step computes a token."""
+    facts = spec.recipe.method_facts
+    # of a method that samples; with a critic it is run once for several steps
+    runs_reference = spec.recipe.has_reference and spec.teacher is None and not facts.has_critic
+    return count_token_passes(
+        are_rated=facts.rows == "ratings",
+        measures_all=facts.embeds or spec.reference == "adapters off" or runs_reference,
     )
 
 
@@ -565,6 +584,7 @@ def _fp8_share(spec: RunSpec, flops: float) -> float:
         trained=trained,
         frozen=frozen,
         weight_gradients=spec.sharding.fp8.multiplies_weight_gradients,
+        passes=_count_token_passes(spec),
     )
 
 

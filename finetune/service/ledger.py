@@ -10,16 +10,21 @@ A record is a JSON object with a kind and an id: a session, a model, a sampler o
 
 import json
 import sqlite3
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.errors import UserError
 
 RESULTS_KEPT_SECONDS = 24 * 3600.0
+REFUSED = (
+    sqlite3.OperationalError
+)  # raised where the disk takes no change, mostly because it is full
 
 # An operation that can do several requests at once -> the arguments that must be equal in them.
 EQUAL_ARGUMENTS = {
@@ -89,6 +94,7 @@ class Ledger:
                 alone may have more.
         """
         self._lock = threading.Condition()
+        self._path = path
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=FULL")
@@ -98,6 +104,8 @@ class Ledger:
         self._most_together = {"sample": SAMPLED_TOGETHER, "forward_backward": most_stacked}
         self._waiting: dict[int, QueuedRequest] = {}  # number -> request that is to be done
         self._next: dict[str, int] = {}  # queue -> the `seq` to be done next
+        self._unwritten: list[Callable[[], None]] = []  # each writes a result, in this order
+        self._is_refused = False  # whether the disk refused the last result
         self.on_change: Callable[[], None] = lambda: None  # called when a result can be read
         self.forget_old()
         self._read_queues()
@@ -122,15 +130,18 @@ class Ledger:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Yields the database. The block's changes are all written, or none if it raises."""
+        """Yields the database. The block's changes are all written, or none if it raises.
+
+        Raises `REFUSED` if the disk takes no change.
+        """
         with self._lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database
+                self._database.execute("COMMIT")
             except BaseException:
-                self._database.execute("ROLLBACK")
+                self._database.rollback()  # does nothing where SQLite has done so by itself
                 raise
-            self._database.execute("COMMIT")
 
     def forget_old(self) -> None:
         """Removes results older than RESULTS_KEPT_SECONDS.
@@ -239,7 +250,8 @@ class Ledger:
 
         Returns:
             One request, or several that one operation can do; empty if none came. They still count
-            as waiting: the caller gives each of them to `finish`.
+            as waiting: the caller gives each of them to `finish`, and calls this again only once
+            `write_results` has returned True.
         """
         with self._lock:
             self._lock.wait_for(self._find_ready, seconds)
@@ -291,7 +303,7 @@ class Ledger:
         *,
         keeps_gradients: bool = False,
         drops_gradients: bool = False,
-    ) -> None:
+    ) -> bool:
         """Writes a request's result, in one transaction with the records that it changes.
 
         Does nothing for a request that was finished before.
@@ -303,31 +315,75 @@ class Ledger:
             keeps_gradients: The request added gradients, and is done again after a restart.
             drops_gradients: The gradients of the request's model were used or lost: the requests
                 that made them are not done again.
+
+        Returns:
+            Whether they are written, as `write_results`.
+        """
+        write = partial(
+            self._write_result, request, result, records, keeps_gradients, drops_gradients
+        )
+        with self._lock:
+            self._unwritten.append(write)
+        return self.write_results()
+
+    def write_results(self) -> bool:
+        """Writes the results that `finish` was given; returns False if the disk takes none.
+
+        What cannot be written is kept in memory for the next call. The first failure is printed,
+        not the next ones.
         """
         with self._lock:
-            if request.number not in self._waiting:
-                return
-            with self._transaction() as database:
-                if drops_gradients:
-                    database.execute(
-                        "UPDATE request SET status = ?, arguments = NULL "
-                        "WHERE queue = ? AND status = ?",
-                        [DONE, request.queue, AGAIN],
+            try:
+                while self._unwritten:
+                    self._unwritten[0]()
+                    del self._unwritten[0]
+                self._is_refused = False
+            except REFUSED as error:
+                if not self._is_refused:
+                    print(
+                        f"{self._path}: cannot be written ({error}); the server waits, and "
+                        "continues once there is room",
+                        file=sys.stderr,
+                        flush=True,
                     )
-                if not request.is_again:
-                    arguments = json.dumps(request.arguments) if keeps_gradients else None
-                    status = AGAIN if keeps_gradients else DONE
-                    database.execute(
-                        "UPDATE request SET status = ?, arguments = ?, media = ?, result = ?, "
-                        "at = ? WHERE number = ?",
-                        [status, arguments, *result, time.time(), request.number],
-                    )
-                for (kind, name), body in records.items():
-                    _put(database, kind, name, body)
-            del self._waiting[request.number]
-            if not request.is_again and request.operation != "sample":
-                self._next[request.queue] = request.seq + 1
+                self._is_refused = True
         self.on_change()
+        return not self._is_refused
+
+    def _write_result(
+        self,
+        request: QueuedRequest,
+        result: Result,
+        records: Mapping[tuple[str, str], Mapping[str, Any]],
+        keeps_gradients: bool,
+        drops_gradients: bool,
+    ) -> None:
+        """Writes a result as `finish` does, whose arguments these are. The caller has the lock.
+
+        Raises `REFUSED` if the disk takes no change.
+        """
+        if request.number not in self._waiting:
+            return
+        with self._transaction() as database:
+            if drops_gradients:
+                database.execute(
+                    "UPDATE request SET status = ?, arguments = NULL "
+                    "WHERE queue = ? AND status = ?",
+                    [DONE, request.queue, AGAIN],
+                )
+            if not request.is_again:
+                arguments = json.dumps(request.arguments) if keeps_gradients else None
+                status = AGAIN if keeps_gradients else DONE
+                database.execute(
+                    "UPDATE request SET status = ?, arguments = ?, media = ?, result = ?, "
+                    "at = ? WHERE number = ?",
+                    [status, arguments, *result, time.time(), request.number],
+                )
+            for (kind, name), body in records.items():
+                _put(database, kind, name, body)
+        del self._waiting[request.number]
+        if not request.is_again and request.operation != "sample":
+            self._next[request.queue] = request.seq + 1
 
     def result(self, name: object) -> Result | None:
         """Returns the answer to a request; None while the request waits.

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from finetune.errors import UserError
 from finetune.service.endpoints import ENDPOINTS, Handler
-from finetune.service.ledger import Result
+from finetune.service.ledger import REFUSED, Result
 from finetune.service.service import Service
 from finetune.service.wire import read_forward_backward
 
@@ -77,6 +77,9 @@ class Border:
             return _make_error(404 if is_unknown else 422, str(error))
         except PermissionError as error:
             return _make_error(401, str(error))
+        except REFUSED as error:
+            sentence = f"the server's ledger cannot be written ({error}); try again later"
+            return _make_error(503, sentence, "server")
         return answer
 
     def _check_sender(self, request: Request) -> None:
@@ -151,9 +154,9 @@ def _complete(future: "asyncio.Future[None]") -> None:
         future.set_result(None)
 
 
-def _make_error(status: int, error: str) -> Response:
-    """Makes the API's answer to a request that is refused."""
-    return JSONResponse({"error": error, "category": "user", "detail": error}, status)
+def _make_error(status: int, error: str, category: str = "user") -> Response:
+    """Makes the API's answer to a request that is refused. `category`: as in `Service._fail`."""
+    return JSONResponse({"error": error, "category": category, "detail": error}, status)
 
 
 async def _answer_unknown(request: Request, _: Exception) -> Response:

@@ -4,6 +4,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from finetune.files.durable import make_folder, remove_tree
 from finetune.models.lora import seed_of
 from finetune.rollout.engine import Sampled
 from finetune.service.adapters import AdapterForm
-from finetune.service.ledger import Ledger, QueuedRequest, Result
+from finetune.service.ledger import REFUSED, Ledger, QueuedRequest, Result
 from finetune.service.operations import Operations, cut_at
 from finetune.service.wire import PROTOBUF, TopTokens, write_forward_backward, write_samples
 from finetune.units import disk_size
@@ -110,7 +111,13 @@ class Service:
         }
 
     def work(self, seconds: float) -> bool:
-        """Does the next request, or several together; returns False if none came in `seconds`."""
+        """Does the next request, or several together; returns False if none came in `seconds`.
+
+        While the disk takes no results, none is done: clients have not got the last ones.
+        """
+        if not self.ledger.write_results():
+            time.sleep(seconds)
+            return False
         requests = self.ledger.take(seconds)
         self._in_hand = requests
         if time.monotonic() >= self._next_tidying:
@@ -129,8 +136,9 @@ class Service:
         Checkpoints that have expired are removed by `_remove_unused`.
         """
         self._next_tidying = time.monotonic() + TIDY_SECONDS
-        self.finish_silent_sessions()
-        self.ledger.forget_old()
+        with suppress(REFUSED):  # the next call does it
+            self.finish_silent_sessions()
+            self.ledger.forget_old()
         self.has_unused = True
 
     def finish_silent_sessions(self) -> None:
@@ -196,14 +204,14 @@ class Service:
         else:
             result, records = self._train(request)
         makes_gradients = operation == "forward_backward"
-        self.ledger.finish(
+        is_written = self.ledger.finish(
             request,
             result,
             records,
             keeps_gradients=makes_gradients,
             drops_gradients=operation in USES_GRADIENTS and not makes_gradients,
         )
-        if operation in ("optim_step", "load"):
+        if operation in ("optim_step", "load") and is_written:  # else no record has the new state
             self._remove_unused()
 
     def _train(self, request: QueuedRequest) -> tuple[Result, Records]:
@@ -397,8 +405,9 @@ class Service:
         returns. Only the main thread may call this: it also removes a state that is not complete,
         or has no record yet.
         """
-        self._forget_old_samplers()
-        self._forget_expired()
+        with suppress(REFUSED):  # a later call removes them
+            self._forget_old_samplers()
+            self._forget_expired()
         ledger = self.ledger
         with ledger.locked():
             users = [*self._read_users("model").values(), *self._read_users("sampler").values()]

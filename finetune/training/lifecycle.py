@@ -55,7 +55,7 @@ from finetune.files.durable import (
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.phases import Phases
 from finetune.files.run_files import drop_later_lines, readable_lines
-from finetune.flops import flop_per_token_of, forward_flop_per_token_of
+from finetune.flops import count_token_passes, flop_per_token_of, forward_flop_per_token_of
 from finetune.models.load import ModelSize, Teacher, load_teacher
 from finetune.models.probe import check_training_forward
 from finetune.training.callbacks import Hooks, list_trackers, open_tracker
@@ -74,7 +74,7 @@ from finetune.training.objectives.online import make_policy_objectives
 from finetune.training.objectives.policy import PolicyObjective
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.scores import SCORING
-from finetune.training.reference import Reference, find_references
+from finetune.training.reference import Reference, StoredReference, find_references
 from finetune.training.screens import (
     answers_before_and_after,
     first_screen,
@@ -294,6 +294,14 @@ def load_checked_teacher(recipe: Recipe, keys: Model, world: World) -> Teacher:
     return teacher
 
 
+def _runs_reference(recipe: Recipe, objective: Objective) -> bool:
+    """Whether each step runs the model without its adapters on all tokens, as the reference."""
+    if recipe.has_reference:  # with a critic it is run once for several steps
+        return recipe.teacher is None and not recipe.method_facts.has_critic
+    reference = getattr(objective, "reference", None)
+    return reference is not None and not isinstance(reference, StoredReference)
+
+
 def _mean_chosen_tokens(batches: StoredBatches | None) -> float | None:
     """Computes the mean number of trained tokens in a chosen answer; None without `batches`."""
     if batches is None:
@@ -333,19 +341,27 @@ def start_run(
     log, results = open_log(recipe, world, folder, data, progress)
     phases.write_to(log.write_phase, progress.step)
 
+    facts = recipe.method_facts
+    passes = count_token_passes(
+        are_rated=facts.rows == "ratings",
+        # of an embedding method: GradCache's forward of all texts
+        measures_all=facts.embeds or _runs_reference(recipe, objectives.training),
+    )
+
     def count_flop(length: float) -> float:
-        """Counts the FLOP to train on one token in a document of `length` tokens, including a
-        teacher's forward.
+        """Counts the FLOP of a step for one token in a document of `length` tokens, as a mean over
+        tokens, including a teacher's forward.
         """
         parameters = size.multiplied
-        flop = flop_per_token_of(
+        training = flop_per_token_of(
             config, parameters=parameters, length=length, frozen=size.frozen_multiplied
         )
-        if recipe.method_facts.embeds:  # GradCache's forward of all texts, before the backward
-            flop += forward_flop_per_token_of(config, parameters=parameters, length=length)
-        return flop + teacher_flop_per_token(objectives.training, length)
+        forward = forward_flop_per_token_of(config, parameters=parameters, length=length)
+        own = passes.trained * training + passes.measured * forward
+        return own + teacher_flop_per_token(objectives.training, length)
 
-    fp8_share = find_fp8_share(unwrap(model), world.sharding, count_flop(recipe.data.max_length))
+    whole_row_flop = count_flop(recipe.data.max_length)
+    fp8_share = find_fp8_share(unwrap(model), world.sharding, whole_row_flop, passes)
     run = TrainingRun(
         recipe=recipe,
         world=world,

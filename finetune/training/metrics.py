@@ -37,7 +37,7 @@ from finetune.files.run_files import (
     readable_lines,
     remove_doubled,
 )
-from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
+from finetune.flops import TokenPasses, fp8_share_of, mix_peaks, peak_flops_of
 from finetune.training.callbacks import Tracker
 from finetune.training.objectives.objective import Measured
 from finetune.units import counted, gib
@@ -161,18 +161,25 @@ def peak_flops(device: torch.device, fp8_share: float = 0.0) -> float | None:
     return None if peak is None else mix_peaks(peak, fp8_share)
 
 
-def find_fp8_share(model: nn.Module, sharding: Sharding, flop_per_token: float) -> float:
-    """Computes the share of the FLOP of training that is in FP8; 0 without FP8.
+def find_fp8_share(
+    model: nn.Module, sharding: Sharding, flop_per_token: float, passes: TokenPasses
+) -> float:
+    """Computes the share of a step's FLOP that is in FP8; 0 without FP8.
 
-    `flop_per_token`: all FLOP to train on one token.
+    `flop_per_token`: all FLOP of a step for a token. `passes`: how often it computes one.
     """
     if sharding.fp8 is None:
         return 0.0
     from finetune.models.fp8 import count_multiplied  # imports torchao
 
     trained, frozen = count_multiplied(model)
-    in_fp8 = sharding.fp8.multiplies_weight_gradients
-    return fp8_share_of(flop_per_token, trained=trained, frozen=frozen, weight_gradients=in_fp8)
+    return fp8_share_of(
+        flop_per_token,
+        trained=trained,
+        frozen=frozen,
+        weight_gradients=sharding.fp8.multiplies_weight_gradients,
+        passes=passes,
+    )
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.classes import parse_class
-from finetune.data.formats import Completion, Conversation, Text
+from finetune.data.formats import Completion, Conversation, Text, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
 from tests.conftest import make_tokenizer
 
 LABELS = ("bad", "good", "3")
+ANSWER = {"from": "gpt", "value": "4"}
 SOURCE = DatasetSource(path="rows.jsonl")
 
 
@@ -50,6 +51,26 @@ def test_a_conversation_may_end_with_either_side() -> None:
         assert [message["role"] for message in document.messages] == [
             turn["role"] for turn in turns
         ]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "2+2?", "completion": "4"}, {}),
+        ({"q": "2+2?", "a": "4"}, {"prompt_column": "q", "completion_column": "a"}),
+        (
+            {"conversations": [{"from": "human", "value": "2+2?"}], "chosen": ANSWER},
+            {"type": "sharegpt"},
+        ),
+    ],
+)
+def test_a_conversation_is_read_as_sft_reads_it(
+    row: dict[str, object], keys: dict[str, str]
+) -> None:
+    source = DatasetSource(**{"path": "rows.jsonl", "type": "messages"} | keys)  # type: ignore[arg-type]
+    with_class = parse_class({**row, "label": "good"}, source, Data(labels=LABELS))
+    assert with_class.document == parse_row(row, source).document
+    assert with_class.unused_columns == ()
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,16 @@ def serving(
             service.ledger.close()
 
 
+@contextmanager
+def refusing_changes(service: Service) -> Iterator[None]:
+    """The ledger takes no changes, as on a full disk."""
+    service.ledger._database.execute("PRAGMA query_only = 1")
+    try:
+        yield
+    finally:
+        service.ledger._database.execute("PRAGMA query_only = 0")
+
+
 def read_outputs(answer: Mapping[str, Any]) -> tuple[float, list[list[Any]]]:
     """The loss and the log-probabilities of each datum that a forward_backward has answered."""
     message = wire._classes()["ForwardBackwardOutput"].FromString(answer["raw"])

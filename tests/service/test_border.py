@@ -13,7 +13,7 @@ import pytest
 
 from finetune.service import wire
 from finetune.service.service import Service
-from tests.service.served import call, datum, encode_forward_backward, serving
+from tests.service.served import call, datum, encode_forward_backward, refusing_changes, serving
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -77,6 +77,15 @@ def test_a_body_that_is_too_large_is_not_read(service: Service) -> None:
             assert code == 422 and "larger than 1000 bytes" in answer["error"]
     finally:
         service.most_body_bytes = 64 * 1024**2
+
+
+def test_a_full_disk_is_a_sentence_and_no_fault(service: Service) -> None:
+    with listening(service) as url:
+        with refusing_changes(service):
+            code, answer = call(f"{url}create_session", {})
+            assert code == 503 and answer["category"] == "server"
+            assert "ledger cannot be written" in answer["error"]
+        assert call(f"{url}create_session", {})[0] == 200
 
 
 def test_a_result_is_waited_for_and_is_a_protocol_buffer(

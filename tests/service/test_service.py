@@ -8,7 +8,8 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,6 +38,7 @@ from tests.service.served import (
     read_outputs,
     read_samples,
     read_top,
+    refusing_changes,
     sample,
     serving,
 )
@@ -607,6 +609,35 @@ def test_samples_are_those_of_transformers_and_hang_on_nothing_beside_them(
             )[0][0][0]
             == untrained
         )
+
+
+def test_what_a_full_disk_refuses_is_written_once_there_is_room(
+    base: Path, rows: list[list[int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    for is_full, answered in answers.items():
+        with serving(tmp_path / str(is_full), base) as service:
+            client = Client(service)
+            model = client.model()
+            done = watch_operations(service)
+            pass_data = partial(model.pass_data, [datum(rows[0], weights=1.0)])
+            for ask in [pass_data, model.step] * 3:
+                promise = ask()
+                with refusing_changes(service) if is_full else nullcontext():
+                    assert service.work(0.0)
+                    service.has_unused = True  # is not removed before the result is written
+                    assert not service.work(0.0)
+                    result = service.ledger.result(promise["request_id"])
+                    assert (result is None) == is_full
+                answered.append(client.result(promise))
+            trained = [name for name in done if name != "drop_gradients"]
+            assert trained == ["forward_backward", "optim_step"] * 3
+            PeftModel.from_pretrained(
+                AutoModelForCausalLM.from_pretrained(base), state_of(service, model)
+            )
+    assert answers[True] == answers[False] and answers[True][0] != answers[True][2]
+    said = [line for line in capsys.readouterr().err.splitlines() if "cannot be written" in line]
+    assert len(said) == 6 and all("continues once there is room" in line for line in said)
 
 
 @pytest.mark.parametrize("place", ["being written", "without a record"])
