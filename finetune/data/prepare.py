@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from math import ceil
@@ -331,6 +332,7 @@ def open_stream(
     data = recipe.data
     steps = recipe.optimization.max_steps
     assert steps is not None and data.eval_split_size is None, "refused with the recipe"
+    reading_tokenizer = copy(tokenizer)  # has no template that findings would take for its own
     if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
@@ -350,7 +352,9 @@ def open_stream(
     )
     report = StreamReport(data.max_length, eval_sources, first_rows)
     size = recipe.batch.per_device_train_batch_size
-    return StreamedBatches(recipe, tokenizer, config, size, steps, world, report, folder, kind)
+    return StreamedBatches(
+        recipe, reading_tokenizer, config, size, steps, world, report, folder, kind
+    )
 
 
 def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note) -> StepBatch:

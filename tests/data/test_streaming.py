@@ -269,6 +269,24 @@ def test_a_stream_says_of_a_finding_what_a_file_that_is_all_read_does(
     assert tally.list_findings(examined=4)[0].what.endswith("; 7 more tokens")
 
 
+def test_a_stream_does_not_take_the_plain_template_for_the_tokenizers_own(
+    stream: Stream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_with_template = make_tokenizer
+
+    def make_without_template() -> Any:
+        tokenizer = make_with_template()
+        tokenizer.chat_template = None
+        return tokenizer
+
+    monkeypatch.setattr("tests.data.test_streaming.make_tokenizer", make_without_template)
+    question = [{"role": "user", "content": "how"}, {"role": "assistant", "content": "so"}]
+    (tmp_path / "a.jsonl").write_text('{"prompt": "how ", "completion": "so"}\n' * 100)
+    (tmp_path / "b.jsonl").write_text(json.dumps({"messages": question}) + "\n")
+    found = {finding.name for finding in stream().open_block(0)[2].findings}
+    assert "template_unused" not in found and "plain_template" in found
+
+
 def test_a_run_over_a_stream_reports_what_it_skips_and_cuts(
     tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
