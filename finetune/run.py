@@ -149,6 +149,7 @@ def _train(
     Returns:
         The run and its progress, which are still to be exported; empty if the run was done before.
     """
+    from finetune.checkpoint.resume import refuse_other_rows
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.lifecycle import is_finished, leave_ranks
     from finetune.training.loop import train
@@ -158,6 +159,7 @@ def _train(
         return []
     with session.signals as signals:
         progress = session.load()
+        refuse_other_rows(progress, session.recipe, session.data.train.steps_per_epoch)
         run = session.start(hooks)
         with session.computing(), run.log:
             run.notify("on_start", progress)

@@ -6,6 +6,7 @@ export compares the hash of a LoRA adapter's base.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -469,6 +470,29 @@ def read_progress(checkpoint: Path) -> Progress:
     return Progress(
         **{field.name: content[field.name] for field in fields(Progress) if field.name in content}
     )
+
+
+def refuse_other_rows(progress: Progress, recipe: Recipe, steps_per_epoch: int | None) -> None:
+    """Raises `UserError` if a resumed run would train on other rows of the same files.
+
+    Another version of this package may leave out other rows, so that an epoch has other steps. The
+    recipe's `allow_changed_recipe` allows it.
+
+    Args:
+        progress: Of the checkpoint.
+        recipe: Of the resumed run.
+        steps_per_epoch: Steps of an epoch of its rows; None: a stream, which has no epochs.
+    """
+    if steps_per_epoch is None or recipe.checkpoint.allow_changed_recipe:
+        return
+    epoch = progress.step / steps_per_epoch
+    if not math.isclose(epoch, progress.epoch, rel_tol=1e-6):
+        raise UserError(
+            f"{recipe.folder}: its {progress.step} steps were {progress.epoch:g} epochs, and are "
+            f"{epoch:g} of the rows that this version selects from the same files, so the resumed "
+            "run would be a different one; continue with the version that began it, set another "
+            "output_dir, or set allow_changed_recipe: true"
+        )
 
 
 def compare_to_saved(

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from finetune.checkpoint import folders, manifest
@@ -129,6 +130,25 @@ def swapped_letters(content: bytes) -> bytes:
 
 def reversed_lines(content: bytes) -> bytes:
     return b"\n".join(reversed(content.rstrip(b"\n").split(b"\n"))) + b"\n"
+
+
+def a_version_that_selects_other_rows_is_refused() -> None:
+    from finetune.data import prepare
+
+    select = prepare.select_examples
+
+    def select_half(*arguments: Any) -> Any:
+        examples, report = select(*arguments)
+        return examples.take_groups(np.arange(examples.groups // 2)), report
+
+    def with_half_of_the_rows() -> None:
+        prepare.select_examples = select_half
+
+    succeeds(start("selected"))
+    shutil.rmtree(ROOT / "selected" / "checkpoints" / "step-00000004")
+    sentence = "of the rows that this version selects from the same files"
+    is_refused(resume("selected", with_half_of_the_rows), sentence)
+    succeeds(start("selected", with_half_of_the_rows, allow_changed_recipe=True))
 
 
 def an_edited_template_tokenizer_or_config_is_refused() -> None:
@@ -279,6 +299,7 @@ def main() -> None:
     )
     import_all()
     for scenario in (
+        a_version_that_selects_other_rows_is_refused,
         an_edited_template_tokenizer_or_config_is_refused,
         a_stream_in_another_order_is_refused,
         an_edited_held_out_file_is_said_and_refused_where_it_chooses_the_model,
