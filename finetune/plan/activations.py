@@ -99,6 +99,19 @@ TOKEN_ID = 8  # bytes of an int64
 PLACES = 5 * TOKEN_ID
 
 
+def row_mask_bytes(architecture: Architecture, computation: "Computation") -> int:
+    """Bytes per token of the masks that transformers' own attention makes of a row, if they are
+    kept until the backward: layers that are recomputed read them again.
+
+    They are bools for SDPA, and numbers that are added to the scores for eager attention.
+    """
+    if computation.attention not in MASKED or computation.checkpoint_every is None:
+        return 0
+    masks = 1 if architecture.facts.window is None else MASK_KINDS
+    itemsize = 1 if computation.attention == "sdpa" else computation.residual_itemsize
+    return masks * itemsize * computation.document_length
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
     """The settings of a forward that affect its memory."""

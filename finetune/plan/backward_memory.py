@@ -27,6 +27,7 @@ from finetune.plan.activations import (
     mask_bytes,
     prefetched_bytes,
     recomputed_bytes,
+    row_mask_bytes,
     working_bytes,
 )
 from finetune.plan.loss_memory import vector_bytes
@@ -52,6 +53,7 @@ def kept_for_backward(spec: RunSpec) -> int:
     architecture = spec.computed
     computation = spec.computation
     masks = mask_bytes(architecture, computation, spec.tokens)
+    masks += spec.tokens * row_mask_bytes(architecture, computation)
     kept = _kept_per_token(spec)
     if spec.recipe.quantization.bits is not None:
         factors = 0  # not saved: the backward computes them again (`recompute_dequantized`)
