@@ -439,15 +439,20 @@ def evaluation_bytes(
 ) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, or what attention makes of scores if that is more,
-    four of the residual stream's (the embeddings, the layer's input, the stream after attention,
-    and its norm), and messages between expert ranks.
+    They are three tensors of the MLP's width, or what attention makes of queries or of scores if
+    that is more, four of the residual stream's (the embeddings, the layer's input, the stream after
+    attention, and its norm), and messages between expert ranks.
 
     counts_scores: False where the caller counts scores and masks, as for a cache that is filled.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
-    of_part = 3 * architecture.mlp_width * computation.itemsize
+    # while the queries are rotated: before, after, and two between; and keys and values
+    rotated_width = 4 * architecture.query_width + 2 * architecture.key_value_width
+    of_part = max(
+        3 * architecture.mlp_width * computation.itemsize,
+        rotated_width * computation.residual_itemsize,
+    )
     if counts_scores:
         of_part = max(of_part, _evaluated_score_bytes(architecture, computation))
     return (

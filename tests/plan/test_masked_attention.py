@@ -59,6 +59,12 @@ def test_the_scores_of_an_evaluation_are_planned() -> None:
     assert 1 <= planned_share(config, tokens=1024, evaluates=True) < 1.1
 
 
+def test_the_rotation_of_wide_queries_is_planned() -> None:
+    """In an evaluation it takes more than an MLP that is narrower than the queries."""
+    config = SMALL | {"intermediate_size": 128, "num_attention_heads": 16}
+    assert 1 <= planned_share(config, evaluates=True) < 1.3
+
+
 def test_the_scores_of_traced_layers_grow_with_the_square() -> None:
     """A layer saves a mask by SDPA, and GPT-2's softmax of each head by eager attention."""
     spec = make_spec(GPT2, ranks=1)
