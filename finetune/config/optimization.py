@@ -26,6 +26,10 @@ QUANTIZED_MIN_NUMEL = 4096
 QUANTIZED_BLOCK = 256
 QUANTIZATION_MAP = 256
 
+# The most numbers of a tensor that adamw_bf16_moments updates at once without a compiler. It limits
+# each fp32 temporary to 64 MiB.
+UPDATED_AT_ONCE = 1 << 24
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
@@ -47,6 +51,10 @@ class OptimizerFacts:
     moment_itemsize: int | None = None
     # fp32 copies of a rank's shard of the largest tensor that its update allocates
     update_copies: int = 0
+    # bytes for each number of a rank's shard of the largest tensor that its update allocates on a
+    # CPU, where the update is not compiled; and the most numbers that are updated at once there
+    cpu_update_bytes: int = 0
+    cpu_update_numel: int | None = None
     # bytes for each number of the largest matrix of a layer, unsharded, that its update allocates
     update_bytes: int = 0
     # whether an update allocates the roots of the second moments of all tensors updated together
@@ -121,6 +129,8 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         help="keeps its moments in bf16: 4 bytes a parameter instead of 8",
         count_state=lambda shape, _: _count_adam(shape, ITEMSIZE["bfloat16"]),
         moment_itemsize=ITEMSIZE["bfloat16"],
+        cpu_update_bytes=32,
+        cpu_update_numel=UPDATED_AT_ONCE,
         advice="moments rounded to bf16, no more time",
         reads_found_inf=True,
         conflicts={"an uneven vocabulary": "it rounds the moments of equal shards alike"},
@@ -131,6 +141,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         ),
         count_state=_count_adam_8bit,
         count_saved=lambda shape, _: _count_adam(shape, FP32),
+        cpu_update_bytes=60,
         advice="moments in 8 bits; needs torchao",
         package="torchao",
         conflicts={

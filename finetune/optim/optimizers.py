@@ -16,15 +16,12 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from finetune.config.facts import has_compiler
-from finetune.config.optimization import NOT_DECAYED, OPTIMIZERS, is_layers_matrix
+from finetune.config.optimization import NOT_DECAYED, OPTIMIZERS, UPDATED_AT_ONCE, is_layers_matrix
 from finetune.config.schema import Optimization
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.model_parts import local_part
 from finetune.distributed.world import World
 from finetune.optim.offload import OffloadedOptimizer
-
-# how many elements an update without a compiler does at once; limits each fp32 temporary to 64 MiB
-SLICE = 1 << 24
 
 
 def load_state_unconverted(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -183,7 +180,7 @@ def update_(
         length = max(1, elements)
     else:
         update = _update_
-        length = SLICE
+        length = UPDATED_AT_ONCE
     for start in range(0, elements, length):
         weights, gradient, mean, variance = (shard[start : start + length] for shard in flat_shards)
         update(

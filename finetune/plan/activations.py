@@ -99,6 +99,19 @@ TOKEN_ID = 8  # bytes of an int64
 PLACES = 5 * TOKEN_ID
 
 
+def row_mask_bytes(architecture: Architecture, computation: "Computation") -> int:
+    """Bytes per token of the masks that transformers' own attention makes of a row, if they are
+    kept until the backward: layers that are recomputed read them again.
+
+    They are bools for SDPA, and numbers that are added to the scores for eager attention.
+    """
+    if computation.attention not in MASKED or computation.checkpoint_every is None:
+        return 0
+    masks = 1 if architecture.facts.window is None else MASK_KINDS
+    itemsize = 1 if computation.attention == "sdpa" else computation.residual_itemsize
+    return masks * itemsize * computation.document_length
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
     """The settings of a forward that affect its memory."""
@@ -426,15 +439,20 @@ def evaluation_bytes(
 ) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, or what attention makes of scores if that is more,
-    four of the residual stream's (the embeddings, the layer's input, the stream after attention,
-    and its norm), and messages between expert ranks.
+    They are three tensors of the MLP's width, or what attention makes of queries or of scores if
+    that is more, four of the residual stream's (the embeddings, the layer's input, the stream after
+    attention, and its norm), and messages between expert ranks.
 
     counts_scores: False where the caller counts scores and masks, as for a cache that is filled.
     """
     if (trace := architecture.trace(computation)) is not None:
         return trace.largest("forward", computation.document_length)
-    of_part = 3 * architecture.mlp_width * computation.itemsize
+    # while the queries are rotated: before, after, and two between; and keys and values
+    rotated_width = 4 * architecture.query_width + 2 * architecture.key_value_width
+    of_part = max(
+        3 * architecture.mlp_width * computation.itemsize,
+        rotated_width * computation.residual_itemsize,
+    )
     if counts_scores:
         of_part = max(of_part, _evaluated_score_bytes(architecture, computation))
     return (

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from finetune.constants import ceil_div
 from finetune.plan.activations import (
+    TOKEN_ID,
     final_norm_bytes,
     gate_gradient_bytes,
     kept_bytes,
@@ -27,6 +28,7 @@ from finetune.plan.activations import (
     mask_bytes,
     prefetched_bytes,
     recomputed_bytes,
+    row_mask_bytes,
     working_bytes,
 )
 from finetune.plan.loss_memory import vector_bytes
@@ -42,6 +44,12 @@ from finetune.plan.temporary_memory import (
     plan_updates_in_backward,
 )
 
+# Bytes per token of a micro-batch's own tensors besides the ids, which a layer saves: labels,
+# positions, and the trained positions with their labels.
+BATCH_BYTES = 4 * TOKEN_ID
+# Bytes of the state of a CPU's random generator, which each recomputed layer keeps.
+GENERATOR_BYTES = 5056
+
 
 def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations when the backward of a micro-batch begins.
@@ -52,6 +60,7 @@ def kept_for_backward(spec: RunSpec) -> int:
     architecture = spec.computed
     computation = spec.computation
     masks = mask_bytes(architecture, computation, spec.tokens)
+    masks += spec.tokens * row_mask_bytes(architecture, computation)
     kept = _kept_per_token(spec)
     if spec.recipe.quantization.bits is not None:
         factors = 0  # not saved: the backward computes them again (`recompute_dequantized`)
@@ -59,10 +68,13 @@ def kept_for_backward(spec: RunSpec) -> int:
         factors = expert_factor_bytes(architecture, computation).kept
     every = computation.checkpoint_every
     recomputed = 0 if every is None else ceil_div(architecture.layers, every)
+    generators = recomputed * GENERATOR_BYTES if computation.cpu else 0
     dequantized = (architecture.layers - recomputed) * dora_base_bytes(spec)
     # `ContrastiveObjective.prepare` computes them before the first backward of the step
     vector_gradients = vector_bytes(spec, spec.rows_per_step)
-    return spec.tokens * sum(kept.values()) + factors + masks + dequantized + vector_gradients
+    per_token = sum(kept.values()) + BATCH_BYTES
+    beside = generators + factors + masks + dequantized + vector_gradients
+    return spec.tokens * per_token + beside
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:

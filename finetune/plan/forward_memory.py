@@ -300,7 +300,13 @@ def teacher_points(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Sna
     if spec.teacher is None:
         return
     architecture = spec.teacher.architecture
-    computation = replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
+    computation = replace(
+        spec.computation,
+        autocast=False,
+        lora=None,
+        checkpoint_every=None,
+        document_length=spec.count_attended(tokens),
+    )
     rotary = 2 * architecture.rotated_size * computation.itemsize
     activations = tokens * (evaluation_bytes(architecture, computation) + rotary)
     dequantized = 0
@@ -387,7 +393,7 @@ def plan_forward(
         counts_scores: See `evaluation_bytes`.
     """
     architecture = spec.computed
-    computation = spec.computation
+    computation = replace(spec.computation, document_length=spec.count_attended(tokens))
     rotary = 2 * architecture.rotated_size * computation.residual_itemsize
     factors = expert_factor_bytes(architecture, computation).layer
     of_token = evaluation_bytes(architecture, computation, counts_scores=counts_scores)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from finetune.config.compatibility import FLASH_PACKAGES, find_problems
+from finetune.config.facts import attends_by_mask
 from finetune.config.families import find_family
 from finetune.config.layout import (
     PipelineOrder,
@@ -34,7 +35,7 @@ from finetune.constants import (
     stored_token_bytes,
 )
 from finetune.flops import flop_per_token
-from finetune.plan.activations import Computation, offloaded_bytes
+from finetune.plan.activations import MASKED, Computation, offloaded_bytes
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import (
     OptimizerFile,
@@ -410,7 +411,7 @@ class RunSpec:
             offloads=self.recipe.model.activation_offload
             and self.sharding.activation_checkpointing,
             lora=self.recipe.lora if self.recipe.lora.use_peft else None,
-            document_length=self.recipe.data.max_length,
+            document_length=self.count_attended(self.tokens),
             attention=self.recipe.model.attn_implementation,
             cpu=self.device == "cpu",
             compiled=self.recipe.model.torch_compile,
@@ -422,6 +423,18 @@ class RunSpec:
             masks_images=self.images is not None and find_family(self.images).images_see_themselves,
             repeated_prompts=self.repeated_prompts,
         )
+
+    def count_attended(self, tokens: int) -> int:
+        """Counts the tokens that each token of a forward of `tokens` tokens has scores for.
+
+        They are those of a full document. Under transformers' own attention, which masks the scores
+        of a whole row, they are those of the packed row.
+        """
+        facts = self.architecture.facts
+        masks_rows = self.recipe.model.attn_implementation in MASKED or attends_by_mask(
+            facts.model_type, facts.layer_types
+        )
+        return tokens if masks_rows and self.recipe.data.packing else self.recipe.data.max_length
 
     @property
     def repeated_prompts(self) -> float:

@@ -321,9 +321,12 @@ def _find_largest_temporaries(spec: RunSpec, tensors: Sequence[StateTensor], roo
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest_shard = ceil_div(max((tensor.numel for tensor in tensors), default=0), spec.shards)
     matrices = [tensor.numel for tensor in tensors if is_layers_matrix(tensor.name, tensor.shape)]
-    # on a CPU the norm is computed from a copy in fp64
-    norm = FP64 * largest_shard if spec.device == "cpu" else 0
     copies = facts.update_copies * FP32 * largest_shard
+    norm = 0
+    if spec.device == "cpu":
+        norm = FP64 * largest_shard  # computed from a copy in fp64
+        at_once = min(largest_shard, facts.cpu_update_numel or largest_shard)
+        copies += facts.cpu_update_bytes * at_once
     copies += facts.update_bytes * max(matrices, default=0)  # of a whole matrix, not a shard
     return max(norm, copies, roots if facts.allocates_roots else 0)
 

@@ -38,10 +38,12 @@ def planned_share(
     tokens: int = 256,
     attention: Any = "auto",
     documents: int = 1,
+    rows: int = 1,
     evaluates: bool = False,
 ) -> float:
     """The planned bytes of a forward and backward of one row, over those that torch allocates.
 
+    `rows`: how many full rows are packed into the one.
     `evaluates`: of a forward without gradients instead.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -84,7 +86,7 @@ def planned_share(
         mixed_precision="bf16" if autocast else "no",
         activation_checkpointing=recomputes,
     )
-    spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens)
+    spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens // rows, rows=rows)
     recipe = replace(
         spec.recipe,
         model=replace(spec.recipe.model, attn_implementation=attention),

@@ -77,8 +77,8 @@ def test_the_moment_of_the_loss_by_hand() -> None:
     tokens, hidden, head = 8192, 4096, 128256 * 4096
     checkpoints = 32 * hidden * 2  # the bf16 input of each layer
     ends = (
-        8 + 2 * 128 * 2 + 4 * hidden + 4 + 2 * hidden + 2 * hidden
-    )  # ids, cos and sin, the last norm and its output
+        8 + 2 * 128 * 2 + 4 * hidden + 4 + 2 * hidden + 2 * hidden + 4 * 8
+    )  # ids, cos and sin, the last norm and its output, the batch
     chunk = -(
         -8192 // -(-8192 // (2**30 // (4 * 128256)))
     )  # as many tokens as make 1 GiB of fp32 logits, in even chunks
