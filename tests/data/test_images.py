@@ -266,7 +266,7 @@ def load_ids(model: Path) -> list[int]:
         ),
         (
             {"type": "image", "path": "flat.png"},
-            "flat.png: 9,400 x 9,400 pixels unpack to more than 64 MiB, 30 times its",
+            "flat.png: 9,400 x 9,400 pixels unpack to more than 64 MiB, the most for",
         ),
         (
             {"type": "image", "path": "vast.png"},
