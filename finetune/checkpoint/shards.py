@@ -403,11 +403,11 @@ def _make_name_error(
     example = f"it lacks {missing[0]}" if missing else f"there is no {unexpected[0]} here"
     origin = "from a different model"
     if part != MODEL:
-        origin = "with a different optimizer or model"
+        origin = "with a different optimizer or model, or by another version"
     return UserError(
         f"{checkpoint}: saved {origin}: {example} ({len(missing)} missing, {len(unexpected)} "
-        "unexpected); continue with the model and the optimizer of that run, or set another "
-        "output_dir"
+        "unexpected); continue with the model, the optimizer and the version of that run, or set "
+        "another output_dir"
     )
 
 
