@@ -83,10 +83,6 @@ class GroupReader:
                 waiting = []
         yield from map(self._complete, waiting)
 
-    def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
-        """Reads a batch of rows as `read_batches` does, without a later batch."""
-        return self._add_mismatched(self._parse(rows, source))
-
     def _parse(
         self, rows: Sequence[Row | BadRow], source: DatasetSource
     ) -> list[ParsedRow | BadRow]:

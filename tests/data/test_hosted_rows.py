@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from finetune.cli import main
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import Conversation, ParsedRow, Question
-from finetune.data.groups import GroupReader
 from finetune.data.messages import BadRow, list_unread_keys
 from finetune.inference.inputs import read_prompts
+from tests.data.world import read_groups
 
 # as the hosts' own documentation has them
 GOOGLES = {
@@ -51,7 +51,7 @@ OPENAIS_PAIR = {
 
 
 def read(row: dict[str, Any], kind: Any = "answers") -> ParsedRow:
-    [parsed] = GroupReader(kind, Data()).read([row], DatasetSource(path="a.jsonl"))
+    [parsed] = read_groups(kind, Data(), [row], DatasetSource(path="a.jsonl"))
     if isinstance(parsed, BadRow):
         raise parsed
     return parsed
@@ -399,7 +399,7 @@ def test_blocks_that_would_be_lost_or_moved_are_a_bad_row(
 @pytest.mark.parametrize("column", ["contents", "chat"])
 def test_googles_turns_are_read_from_the_column_that_the_source_names(column: str) -> None:
     source = DatasetSource(path="a.jsonl", messages_column=column)
-    [parsed] = GroupReader("answers", Data()).read([{column: ANSWERED}], source)
+    [parsed] = read_groups("answers", Data(), [{column: ANSWERED}], source)
     assert isinstance(parsed, ParsedRow)
     assert isinstance(parsed.document, Conversation)
     assert [message["content"] for message in parsed.document.messages] == ["Q", "A"]
@@ -408,7 +408,7 @@ def test_googles_turns_are_read_from_the_column_that_the_source_names(column: st
 def test_contents_beside_the_named_messages_are_unused() -> None:
     source = DatasetSource(path="a.jsonl", messages_column="chat")
     row = {"chat": [ASKED, ANSWER], "contents": ANSWERED}
-    [parsed] = GroupReader("answers", Data()).read([row], source)
+    [parsed] = read_groups("answers", Data(), [row], source)
     assert isinstance(parsed, ParsedRow)
     assert parsed.unused_columns == ("contents",)
 
@@ -441,7 +441,7 @@ def test_googles_scored_answers_are_no_conversation_but_the_better_one_may_be() 
         read_problem(row)
     )
     source = DatasetSource(path="a.jsonl", completion_column="chosen")
-    [parsed] = GroupReader("answers", Data()).read([row], source)
+    [parsed] = read_groups("answers", Data(), [row], source)
     assert isinstance(parsed, ParsedRow)
     assert isinstance(parsed.document, Conversation)
     assert [message["content"] for message in parsed.document.messages] == ["Q", "A", "Q", "A1"]

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.data.formats import ParsedRow, parse_row
-from finetune.data.groups import GroupReader
 from finetune.data.messages import BadRow
 from finetune.data.readers import MAX_ROW_BYTES, RepeatedKeys, _read_lines
 from finetune.data.sources import find_splits, read_file
 from finetune.errors import UserError
+from tests.data.world import read_groups
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
@@ -242,7 +242,7 @@ def test_the_numbers_of_csv_are_those_of_json(
     source = DatasetSource(path="rows.csv")
     data = Data(labels=("bad", "good"), num_negatives=0)
     of_csv, of_json = (
-        GroupReader(kind, data).read(read, source)
+        read_groups(kind, data, read, source)
         for read in ([row for _, row in read_file(str(path))], rows)
     )
     assert not any(isinstance(row, BadRow) for row in of_json)
@@ -269,10 +269,10 @@ def test_the_lists_of_csv_are_those_of_json(kind: RowKind, row: dict[str, Any]) 
         cells = {
             name: write(value) if isinstance(value, list) else value for name, value in row.items()
         }
-        (read_row,) = GroupReader(kind, data).read([cells], DatasetSource(path="rows.csv"))
+        (read_row,) = read_groups(kind, data, [cells], DatasetSource(path="rows.csv"))
         return read_row
 
-    (of_json,) = GroupReader(kind, data).read([row], DatasetSource(path="rows.jsonl"))
+    (of_json,) = read_groups(kind, data, [row], DatasetSource(path="rows.jsonl"))
     assert not isinstance(of_json, BadRow)
     assert read(json.dumps) == of_json
     # str() is what pandas writes for lists, and for the arrays that it reads from Parquet

@@ -1,12 +1,18 @@
 """A rank among others, for tests that need no process group; and examples without a file."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
+from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Examples, cut
+from finetune.data.formats import ParsedRow
+from finetune.data.groups import GroupReader
+from finetune.data.messages import BadRow
+from finetune.data.sources import RowBatch
 from finetune.data.token_store import TokenStore
 from finetune.distributed.world import DataParallelRank
 
@@ -61,3 +67,12 @@ def examples_of(
     """Examples of the given lengths; the tokens of example i are 1000 * i, 1000 * i + 1, ..."""
     documents = [[1000 * i + t for t in range(length)] for i, length in enumerate(lengths)]
     return cut(store_of(documents, group_size=group_size, ratings=ratings), max_length, "error")[0]
+
+
+def read_groups(
+    kind: Any, data: Data, rows: Sequence[Any], source: DatasetSource
+) -> list[ParsedRow | BadRow]:
+    """The groups of each of `rows`, which are all rows of the source."""
+    batch = RowBatch(source.path, tuple(range(len(rows))), tuple(rows))
+    ((_, _, parsed_rows),) = GroupReader(kind, data).read_batches([(source, batch)])
+    return parsed_rows
