@@ -354,7 +354,7 @@ def find_start(
     if checkpoint is not None:
         ranks = world.data_parallel.size
         RankGroup(world).on_main(
-            lambda: _accept(checkpoint, recipe, run_folder, ranks, inputs or {})
+            lambda: _check_start(checkpoint, recipe, run_folder, ranks, inputs or {})
         )
     return checkpoint
 
@@ -570,7 +570,7 @@ def _complete(value: Any, folder: Path | None) -> Any:
     return str(folder / value)
 
 
-def _accept(
+def _check_start(
     checkpoint: Path, recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]
 ) -> None:
     """Compares the recipe and its inputs with those of `checkpoint`, from which the run resumes.
