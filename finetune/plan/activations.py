@@ -100,16 +100,15 @@ PLACES = 5 * TOKEN_ID
 
 
 def row_mask_bytes(architecture: Architecture, computation: "Computation") -> int:
-    """Bytes per token of the masks that transformers' own attention makes of a row, if they are
-    kept until the backward: layers that are recomputed read them again.
+    """Bytes per token of the masks that transformers makes of a row for SDPA, one byte a score, if
+    they are kept until the backward: layers that are recomputed read them again.
 
-    They are bools for SDPA, and numbers that are added to the scores for eager attention.
+    What is counted for the scores of eager attention has room for its mask.
     """
-    if computation.attention not in MASKED or computation.checkpoint_every is None:
+    if computation.attention != "sdpa" or computation.checkpoint_every is None:
         return 0
     masks = 1 if architecture.facts.window is None else MASK_KINDS
-    itemsize = 1 if computation.attention == "sdpa" else computation.residual_itemsize
-    return masks * itemsize * computation.document_length
+    return masks * computation.document_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
