@@ -460,7 +460,7 @@ ROUNDED_BIASES = (
 # window_size of models/gpt_oss/layers.py, for Transformer Engine
 WIDER_WINDOW = (
     "in the layers with a sliding window a token attends to one more before it there, under "
-    "Transformer Engine's attention, its default: 128 and itself"
+    "Transformer Engine's attention, a backend's default: 128 and itself"
 )
 # _build_sparse_mask of models/deepseek_v32/layers.py takes the place of the causal mask under sdpa,
 # and hides no token of a row that is no longer than index_topk
@@ -705,8 +705,10 @@ def _rounds_frequencies(family: str, settings: ToolFile, conversion: Conversion)
 def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports where a token attends to other tokens in Automodel's own class than here."""
     name = name_model(settings)
-    attention = read_section(read_section(settings, "model"), "backend").get("attn")
-    if family == "gpt_oss" and attention != "flex":
+    model = read_section(settings, "model")
+    attention = read_section(model, "backend").get("attn")
+    # without a backend the class of gpt-oss takes flex attention, with the window that is here
+    if family == "gpt_oss" and model.get("backend") is not None and attention != "flex":
         conversion.add_difference("model", name, WIDER_WINDOW)
     if family == "deepseek_v32" and attention in (None, "sdpa"):
         condition = "" if attention else WITHOUT_ENGINE

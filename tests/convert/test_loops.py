@@ -637,7 +637,6 @@ def test_automodels_batches_of_another_size_make_other_steps(
 @pytest.mark.parametrize(
     ("name", "lines"),
     [
-        ("openai/gpt-oss-20b", [WIDER_WINDOW]),
         ("MiniMaxAI/MiniMax-M2.5", [ROUTERS_IN_32_BITS_SINCE_07, ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [ROUTERS_IN_32_BITS, ROUNDED_BIASES]),
         ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, MIMO_IN_06]),
@@ -659,7 +658,6 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         return [each for each in known if f"{each})" in text or f"{each}\n" in f"{text}\n"]
 
     known = (
-        WIDER_WINDOW,
         ROUTERS_IN_32_BITS_SINCE_07,
         ROUTERS_IN_32_BITS,
         ROUNDED_BIASES,
@@ -673,8 +671,20 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
     )
     assert find() == lines
     assert find(force_hf=True) == []
-    if WIDER_WINDOW in lines:
-        assert find(backend={"attn": "flex"}) == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "is_said"),
+    [(None, False), ({"attn": "flex"}, False), ({"dispatcher": "torch"}, True)],
+)
+@pytest.mark.parametrize("force_hf", [False, True])
+def test_automodels_gpt_oss_has_a_wider_window_by_a_backends_default(
+    backend: dict[str, str] | None, is_said: bool, force_hf: bool, convert: Convert
+) -> None:
+    """Without a backend its class takes flex attention."""
+    model = {"pretrained_model_name_or_path": "openai/gpt-oss-20b", "force_hf": force_hf}
+    text = said(convert(AUTOMODEL, model=model | {"backend": backend}))
+    assert (WIDER_WINDOW in text) == (is_said and not force_hf)
 
 
 @pytest.mark.parametrize(
