@@ -1130,7 +1130,8 @@ FAMILIES_BY_BACKEND = (
 )
 SEEN_BY_ENGINE = (
     "documents in a packed row attend to those before in 0.6 there under Transformer Engine's "
-    "attention, the default where it is installed, and 0.7 refuses such rows; each is apart here"
+    "attention, the default where it is installed, and under gpt-oss's own default, flex "
+    "attention, and 0.7 refuses such rows; each is apart here"
 )
 
 
