@@ -1056,6 +1056,7 @@ MIN_TO_MAX = (
     "the weights of a group are rounded to 16 steps from its smallest to its largest there, to "
     "steps on both sides of 0 here"
 )
+EMBEDDING_ROUNDED = "the weights of the embedding are rounded too there, not here"
 ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
@@ -1138,6 +1139,9 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
         _compare_biases(settings, conversion)
     if is_axolotl and keys["quantization_aware_training"] == "int8-int4":
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
+        # torchao refuses an embedding under the other schemes
+        if settings[key].get("quantize_embedding"):
+            conversion.add_difference("qat.quantize_embedding", True, EMBEDDING_ROUNDED)
     model = read_section(settings, "model")
     component = str(model.get("_component_"))
     is_torchtune_lora = "lora" in component

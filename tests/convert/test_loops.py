@@ -166,6 +166,7 @@ from finetune.convert.numbers import EMPTY_TEXTS
 from finetune.convert.objectives import (
     ADAPTED_ALONE,
     BIASES_FIXED,
+    EMBEDDING_ROUNDED,
     FROM_THE_START,
     HEAD_ROUNDED,
     INPUTS_PUT_OFF,
@@ -1425,6 +1426,13 @@ def test_the_rounding_of_weights_is_not_put_off_by_axolotl(
     assert "fake_quant_after_n_steps" not in made.recipe
     lines = made.differences if note == INPUTS_PUT_OFF else made.remarks
     assert f"fake_quant_after_n_steps: 9   ({note})" in lines
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_an_embedding_that_axolotl_rounds_is_said(is_rounded: bool, convert: Convert) -> None:
+    """prepare_model_for_qat of its utils/quantization.py."""
+    qat = {"activation_dtype": "int8", "weight_dtype": "int4", "quantize_embedding": is_rounded}
+    assert (EMBEDDING_ROUNDED in said(convert(AXOLOTL, qat=qat))) == is_rounded
 
 
 @pytest.mark.parametrize(
