@@ -230,6 +230,12 @@ OPTIMIZERS_COPY = (
 # These layers pass the filters of torchtune and Automodel. Here Accelerate's
 # filter_first_and_last_linear_layers excludes them.
 ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
+# create_model_from_path and ModelConfig of TRL; autocast leaves embeddings and norms in their dtype
+BASE_IN_FP32 = (
+    "the base is in float32 there unless this key says otherwise: under neither FSDP nor DeepSpeed "
+    "its embedding, its norms and what layers hand on are in float32; here all is in the run's 16 "
+    "bits, to which files in another dtype, as Llama 2's under bf16, are rounded"
+)
 TRAINED_AS_FILED = (
     "without FSDP and DeepSpeed the weights are trained in the dtype of the model's files there, "
     "as a rule bfloat16; in float32 here"
@@ -624,7 +630,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     )
     _set_dtype(layout, conversion)
     if conversion.tool == "TRL":
-        _report_filed_dtype(settings, layout, conversion)
+        _report_loaded_dtype(settings, layout, conversion)
     is_reduced = is_sharded or layout.by_deepspeed
     if is_reduced and layout.precision != "no" and not reduces_in_fp32:
         conversion.remarks.append(_describe_reduction(conversion))
@@ -636,11 +642,15 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     _fit_memory_savings(layout, conversion)
 
 
-def _report_filed_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
-    """Reports that TRL trains weights in the dtype of their files where nothing copies them."""
+def _report_loaded_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
+    """Reports where TRL trains or computes in the dtype in which it loads the weights."""
     is_plain = layout.sharding == "none" and not layout.by_deepspeed
+    uses_autocast = layout.precision != "no" and not layout.by_deepspeed
     asked_dtype = settings.get("dtype", settings.get("torch_dtype"))
-    if is_plain and asked_dtype == "auto" and not conversion.recipe.get("use_peft"):
+    has_adapters = conversion.recipe.get("use_peft")
+    if has_adapters and asked_dtype in (None, "float32") and uses_autocast:
+        conversion.add_remark("dtype", asked_dtype, BASE_IN_FP32)
+    if is_plain and asked_dtype == "auto" and not has_adapters:
         conversion.add_difference("dtype", "auto", TRAINED_AS_FILED)
 
 

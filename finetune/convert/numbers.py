@@ -146,14 +146,16 @@ EMPTY_TEXTS = (
     "rows: an empty text is left out there; here a run stops at one, unless on_bad_row: skip "
     "leaves it out"
 )
-# the same functions as for texts, and find_turn of Axolotl's ChatTemplateStrategy
+# the same functions as for texts, and find_turn of Axolotl's ChatTemplateStrategy, which compares
+# an answer with [[dummy_message]]
 ENDS_OF_ANSWERS = (
     "rows: no EOS token follows an answer there that ends with one, and an empty answer trains "
     "nothing; here one does, and ends an empty answer too"
 )
 EMPTY_ANSWERS = (
-    "rows: an empty answer trains nothing there, and a message's train or weight is read by "
-    "message_field_training alone; here the end of an empty answer is trained, and both are read"
+    "rows: an empty answer trains nothing there, nor do [[ at the start of an answer and ]] at its "
+    "end, and a message's train or weight is read by message_field_training alone; here the end of "
+    "an empty answer is trained, all of any other, and both are read"
 )
 # tokenize_fn of TRL's trainers, ChatTemplateStrategy of Axolotl, and Automodel's
 # formatting_utils.py encode a prompt and its answer as one text.
@@ -225,7 +227,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_masked_end(settings, conversion)
     _report_typed_tokens(settings, conversion)
     _report_ends(settings, conversion)
-    _report_joined_breaks(conversion)
+    _report_joined_breaks(settings, conversion)
     _report_spaces(conversion)
 
 
@@ -354,11 +356,16 @@ def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks += [ENDS_OF_TEXTS, EMPTY_TEXTS]
     if any(each.get("answers_apart") for each in sources):
         conversion.remarks.append(ENDS_OF_ANSWERS)
-    elif any(each.get("type") != "text" for each in sources):
+    if _has_chats(settings):
         conversion.remarks.append(EMPTY_ANSWERS)
 
 
-def _report_joined_breaks(conversion: Conversion) -> None:
+def _has_chats(settings: ToolFile) -> bool:
+    """Whether Axolotl's ChatTemplateStrategy reads rows of the file."""
+    return any(each.startswith("chat_template") for each in find_texts(settings, "type"))
+
+
+def _report_joined_breaks(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that a line break at a prompt's end and one at an answer's start become one token
     there, and stay two here.
     """
@@ -366,6 +373,8 @@ def _report_joined_breaks(conversion: Conversion) -> None:
     rows = find_method_facts(recipe).rows
     if conversion.tool not in ENCODING_AS_ONE or conversion.images:
         return
+    if conversion.tool == "Axolotl" and rows == "answers" and not _has_chats(settings):
+        return  # its other strategies encode an answer by itself, or read tokens
     may_be_texts = conversion.tool == "TRL"  # rows of two texts, without a template
     if rows not in ("answers", "pairs", "ratings") or not _may_join_breaks(recipe, may_be_texts):
         return

@@ -1056,12 +1056,18 @@ MIN_TO_MAX = (
     "the weights of a group are rounded to 16 steps from its smallest to its largest there, to "
     "steps on both sides of 0 here"
 )
+EMBEDDING_ROUNDED = "the weights of the embedding are rounded too there, not here"
 ADAPTER_APART = (
     "the base alone is rounded there, beside its adapter; here base and adapter together, as they "
     "are exported"
 )
-# schemes whose layers in torchao have no quantizers for Axolotl's toggle_fake_quant to turn on late
-ROUNDED_THROUGHOUT = ("mxfp4", "nvfp4")
+# torchao's layers of MXFP4 and NVFP4 have no quantizers for Axolotl's toggle_fake_quant to turn on
+# late. Of the others those of inputs in 8 bits alone, IntxFakeQuantizer, have an `enabled` to set
+# in torchao 0.17, which Axolotl 0.18 and 0.19 require.
+INPUTS_PUT_OFF = (
+    "puts off the rounding of inputs alone there, by torchao 0.17, which is required: weights are "
+    "rounded from the first step; here both are"
+)
 FROM_THE_START = "has no effect on this rounding there, which begins with the first step, as here"
 # the backward of torchao's prototype/qat/nvfp4.py and mx.py, which returns None for the bias
 BIASES_FIXED = "the biases of rounded layers are not trained there; they are here"
@@ -1125,15 +1131,17 @@ def adapt_rounding(settings: ToolFile, conversion: Conversion) -> None:
     key = "qat" if "qat" in settings else "quantizer"
     _compare_scales(key, settings, conversion)
     is_axolotl = conversion.tool == "Axolotl"
-    rounds_to_floats = is_axolotl and keys["quantization_aware_training"] in ROUNDED_THROUGHOUT
     # _setup_qat of Automodel's recipes/llm/train_ft.py gives torchao's function that turns a layer
     # off the whole model, which is no such layer
-    if rounds_to_floats or conversion.tool == "Automodel":
+    if is_axolotl or conversion.tool == "Automodel":
         _drop_delay(conversion)
-    if rounds_to_floats:
+    if is_axolotl and SCHEMES[keys["quantization_aware_training"]].is_float:
         _compare_biases(settings, conversion)
     if is_axolotl and keys["quantization_aware_training"] == "int8-int4":
         conversion.add_difference(key, settings[key], MIN_TO_MAX)
+        # torchao refuses an embedding under the other schemes
+        if settings[key].get("quantize_embedding"):
+            conversion.add_difference("qat.quantize_embedding", True, EMBEDDING_ROUNDED)
     model = read_section(settings, "model")
     component = str(model.get("_component_"))
     is_torchtune_lora = "lora" in component
@@ -1166,10 +1174,17 @@ def _compare_scales(key: str, settings: ToolFile, conversion: Conversion) -> Non
 
 
 def _drop_delay(conversion: Conversion) -> None:
-    """Leaves out the key that puts rounding off, where the tool rounds from the first step."""
+    """Leaves out the key that puts rounding off, where the tool rounds from the first step.
+
+    Axolotl's int8-int4 rounds weights alone so.
+    """
     key = "fake_quant_after_n_steps"
-    if key in conversion.recipe:
-        conversion.add_remark(key, conversion.recipe.pop(key), FROM_THE_START)
+    delay = conversion.recipe.pop(key, None)
+    scheme = conversion.recipe["quantization_aware_training"]
+    if delay is not None and (conversion.tool, scheme) == ("Axolotl", "int8-int4"):
+        conversion.add_difference(key, delay, INPUTS_PUT_OFF)
+    elif delay is not None:
+        conversion.add_remark(key, delay, FROM_THE_START)
 
 
 def _compare_biases(settings: ToolFile, conversion: Conversion) -> None:

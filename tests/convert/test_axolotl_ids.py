@@ -170,6 +170,17 @@ def test_what_of_gpt_oss_is_untrained_is_listed(
     assert "nor the name and <|message|> after it where a row has no thinking" in said
 
 
+def test_brackets_that_axolotl_leaves_untrained_are_listed(tmp_path: Path) -> None:
+    """find_turn trains from the first token that is not that of [[dummy_message]] to the last."""
+    tokenizer = load("byte BPE")
+    answer, other = (tokenizer.tokenize(text) for text in ("[[1, 2]]", "[[dummy_message]]"))
+    assert answer[0] == other[0] == "[[" and answer[-1] == other[-1] == "]]"
+    file = tmp_path / "theirs.yaml"
+    entry = {"path": "rows.jsonl", "type": "chat_template"}
+    file.write_text(yaml.safe_dump({"base_model": "org/model", "datasets": [entry]}))
+    assert any("nor do [[ at the start" in line for line in convert_file(file).remarks)
+
+
 def test_a_token_that_ends_the_thought_of_gpt_oss_stops_no_answer(tmp_path: Path) -> None:
     """Generation stops at our eot_tokens; Axolotl's say what is trained, and the answer itself follows its thought."""
     tokenizer = load("byte BPE")

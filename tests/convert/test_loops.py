@@ -129,6 +129,7 @@ from finetune.convert.by_tool import (
 from finetune.convert.chat_templates import EARLIER_ENDS, EARLIER_THOUGHTS, OTHER_ENDS, OWN_THOUGHT
 from finetune.convert.conversion import (
     ALL_IN_FP8,
+    BASE_IN_FP32,
     OPTIMIZERS_COPY,
     REDUCED_ALONE,
     REDUCED_IN_16_BITS,
@@ -165,8 +166,10 @@ from finetune.convert.numbers import EMPTY_TEXTS
 from finetune.convert.objectives import (
     ADAPTED_ALONE,
     BIASES_FIXED,
+    EMBEDDING_ROUNDED,
     FROM_THE_START,
     HEAD_ROUNDED,
+    INPUTS_PUT_OFF,
     KTO_ROWS_OF_FACTORY,
     MIN_TO_MAX,
 )
@@ -1417,17 +1420,29 @@ def test_torchao_gives_a_bias_no_gradient_under_mxfp4() -> None:
 
 
 @pytest.mark.parametrize(
-    ("inputs", "weights", "is_put_off"),
-    [("nvfp4", "nvfp4", False), ("mxfp4", "mxfp4", False), ("int8", "int4", True)],
+    ("inputs", "weights", "note"),
+    [
+        ("nvfp4", "nvfp4", FROM_THE_START),
+        ("mxfp4", "mxfp4", FROM_THE_START),
+        ("int8", "int4", INPUTS_PUT_OFF),
+    ],
 )
-def test_rounding_to_floats_of_4_bits_is_not_put_off_by_axolotl(
-    inputs: str, weights: str, is_put_off: bool, convert: Convert
+def test_the_rounding_of_weights_is_not_put_off_by_axolotl(
+    inputs: str, weights: str, note: str, convert: Convert
 ) -> None:
-    """toggle_fake_quant of its utils/callbacks/qat.py, by the attributes of torchao's layers."""
+    """toggle_fake_quant of its utils/callbacks/qat.py, by the attributes of torchao's layers in 0.17."""
     qat = {"activation_dtype": inputs, "weight_dtype": weights, "fake_quant_after_n_steps": 9}
     made = convert(AXOLOTL, qat=qat)
-    assert made.recipe.get("fake_quant_after_n_steps") == (9 if is_put_off else None)
-    assert (FROM_THE_START in said(made)) == (not is_put_off)
+    assert "fake_quant_after_n_steps" not in made.recipe
+    lines = made.differences if note == INPUTS_PUT_OFF else made.remarks
+    assert f"fake_quant_after_n_steps: 9   ({note})" in lines
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_an_embedding_that_axolotl_rounds_is_said(is_rounded: bool, convert: Convert) -> None:
+    """prepare_model_for_qat of its utils/quantization.py."""
+    qat = {"activation_dtype": "int8", "weight_dtype": "int4", "quantize_embedding": is_rounded}
+    assert (EMBEDDING_ROUNDED in said(convert(AXOLOTL, qat=qat))) == is_rounded
 
 
 @pytest.mark.parametrize(
@@ -2054,6 +2069,36 @@ def test_a_loss_by_another_tools_key_is_none_for_axolotl(
     made = convert(AXOLOTL, **keys)
     assert made.recipe.get("token_loss") == losses
     assert ("not known here" in said(made)) == (losses is None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        ({"use_peft": True}, True),
+        ({"use_peft": True, "dtype": "float32", "load_in_4bit": True}, True),
+        ({"use_peft": True, "beta": 0.1}, True),
+        ({"use_peft": True, "dtype": "bfloat16"}, False),
+        ({"use_peft": True, "deepspeed": "zero2.json"}, False),
+        ({"use_peft": True, "bf16": False, "fp16": False}, False),
+        ({}, False),
+    ],
+)
+def test_a_base_that_stays_in_float32_is_said(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """create_model_from_path of TRL's trainer/utils.py, and its ModelConfig."""
+    assert (BASE_IN_FP32 in said(convert(TRL, **keys))) == is_said
+
+
+def test_autocast_leaves_an_embedding_and_norms_in_float32() -> None:
+    config = AutoConfig.for_model(
+        "llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, vocab_size=16
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.autocast("cpu", torch.bfloat16):
+        states = model.model(torch.tensor([[1, 2]]), output_hidden_states=True).hidden_states
+        product = model.model.layers[0].self_attn.q_proj(states[0])
+    assert {each.dtype for each in states} == {torch.float32} and product.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from finetune.convert.numbers import (
     ENDS_OF_ANSWERS,
     ENDS_OF_TEXTS,
     EOS_AT_CUT,
+    JOINED_BREAKS,
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
     OF_TEXTS,
@@ -230,6 +231,19 @@ def test_how_a_text_ends_that_holds_its_end_or_nothing_is_said(
     text = convert(file, **keys)
     known = (ENDS_OF_TEXTS, ENDS_OF_ANSWERS, EMPTY_ANSWERS)
     assert [each for each in known if each in text] == ([note] if note else [])
+
+
+def test_answers_are_looked_for_in_rows_of_turns_alone(convert: Convert) -> None:
+    """Axolotl reads rows of an entry without a type as tokens, and alpaca's answers by themselves."""
+    notes = (ENDS_OF_ANSWERS, EMPTY_ANSWERS, JOINED_BREAKS.format(""))
+    entries = [{"path": f"a/{kind}", "type": kind} for kind in (None, "alpaca", "chat_template")]
+    model = {"base_model": "Qwen/Qwen3-8B"}
+    tokens, texts, turns = (convert(AXOLOTL | model, datasets=[each]) for each in entries)
+    assert [note in tokens for note in notes] == [False, False, False]
+    assert [note in texts for note in notes] == [True, False, False]
+    assert [note in turns for note in notes] == [False, True, True]
+    both = convert(AXOLOTL | model, datasets=entries[1:])
+    assert [note in both for note in notes] == [True, True, True]
 
 
 @pytest.mark.parametrize(

@@ -45,11 +45,7 @@ def converted(tmp_path: Path, theirs: dict[str, Any]) -> Any:
                     "fake_quant_after_n_steps": 20,
                 }
             },
-            {
-                "quantization_aware_training": "int8-int4",
-                "qat_group_size": 32,
-                "fake_quant_after_n_steps": 20,
-            },
+            {"quantization_aware_training": "int8-int4", "qat_group_size": 32},
         ),
         (
             TORCHTUNE
