@@ -346,6 +346,7 @@ def start_run(
         are_rated=facts.rows == "ratings",
         # of an embedding method: GradCache's forward of all texts
         measures_all=facts.embeds or _runs_reference(recipe, objectives.training),
+        of_generation=recipe.generation_forwards,
     )
 
     def count_flop(length: float) -> float:
@@ -358,7 +359,8 @@ def start_run(
         )
         forward = forward_flop_per_token_of(config, parameters=parameters, length=length)
         own = passes.trained * training + passes.measured * forward
-        return own + teacher_flop_per_token(objectives.training, length)
+        teacher = teacher_flop_per_token(objectives.training, length)
+        return own + recipe.teacher_passes * teacher
 
     whole_row_flop = count_flop(recipe.data.max_length)
     fp8_share = find_fp8_share(unwrap(model), world.sharding, whole_row_flop, passes)
