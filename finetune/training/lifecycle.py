@@ -404,6 +404,11 @@ def start_run(
     )
     for line in first_screen(run, size, progress):
         log.say(line)
+    if recipe.run.exact_match_samples and not run.prompts:
+        log.say(
+            "exact_match_samples: nothing is answered, since no held-out example has a prompt and "
+            "all of its answer; raise max_length, or hold out other rows"
+        )
     ranks = RankGroup(world)
     ranks.on_all(lambda: hooks.load_states(progress))
     # Raises at the start, instead of at the first save, if a checkpoint could not keep a state.
