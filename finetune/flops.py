@@ -82,15 +82,18 @@ class TokenPasses(NamedTuple):
 TRAINED_ONCE = TokenPasses()
 
 
-def count_token_passes(*, are_rated: bool, measures_all: bool) -> TokenPasses:
+def count_token_passes(
+    *, are_rated: bool, measures_all: bool, of_generation: float = 0.0
+) -> TokenPasses:
     """Counts the passes of a step.
 
     Args:
         are_rated: Whether each answer has a mismatched one beside it, which is only measured.
         measures_all: Whether a forward measures all tokens before they are trained on.
+        of_generation: `Recipe.generation_forwards`.
     """
     trained = 0.5 if are_rated else 1.0
-    return TokenPasses(trained, 1 - trained + measures_all)
+    return TokenPasses(trained, 1 - trained + measures_all + of_generation)
 
 
 def fp8_share_of(

@@ -215,7 +215,9 @@ def launch_script(
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or _count_default_ranks()
     config = recipe.run.accelerate_config if options.config is None else options.config
-    sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+    # Without a file the ranks read the launcher's settings in this process's variables.
+    inherited = os.environ if config is None else {}
+    sharding = read_sharding(config, None, {**inherited, "WORLD_SIZE": str(ranks)})
     file = None
     if config is not None:
         file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config")

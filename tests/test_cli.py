@@ -210,6 +210,19 @@ def test_the_users_own_default_of_accelerate_is_not_read(tmp_path: Path) -> None
         assert ended.stdout.splitlines() == ['{"ACCELERATE_MIXED_PRECISION": "no"}'] * 2
 
 
+def test_the_launchers_variables_of_a_shell_are_read_as_the_ranks_read_them(
+    tiny_recipe: Callable[..., Path],
+) -> None:
+    """The launcher passed the precision of a launch without them."""
+    given = {"USE_FSDP": "true", "MIXED_PRECISION": "bf16", "USE_CPU": "true"}
+    variables = [f"ACCELERATE_{name}={value}" for name, value in given.items()]
+    command = ("launch", "--num-processes", "1", "--recipe", str(tiny_recipe()), "--dry-run")
+    ended = run_command(("env", "FSDP_VERSION=2", *variables, *FINETUNE, *command))
+    assert ended.returncode == 0, ended.stderr
+    assert "fsdp2 FULL_SHARD on 1 rank (the launcher's settings)" in ended.stdout
+    assert "compute bfloat16" in ended.stdout
+
+
 def test_a_launch_does_not_wait_for_other_machines(tmp_path: Path) -> None:
     config = tmp_path / "two.yaml"
     config.write_text("distributed_type: MULTI_GPU\nmixed_precision: no\nnum_machines: 2\n")

@@ -372,6 +372,11 @@ class RolloutKeys:
         """
         return self.num_iterations * self.steps_per_generation
 
+    @property
+    def corrects_sampling(self) -> bool:
+        """Whether the loss is weighted by the sampling ratio that `policy_losses.py` defines."""
+        return self.importance_sampling_correction != NO_CORRECTION
+
 
 DEFAULT_METHOD = "sft"
 RowKind = Literal[

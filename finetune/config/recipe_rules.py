@@ -8,6 +8,7 @@ from dataclasses import fields
 from datetime import date
 from functools import partial
 from math import gcd
+from pathlib import PurePosixPath
 from typing import Any
 
 from finetune.config.export_formats import COMPRESSED, EXPORT_FORMATS, ExportFormat
@@ -72,6 +73,14 @@ def _saves_before_end(case: Case) -> bool:
     checkpoint = case.recipe.checkpoint
     is_periodic = checkpoint.save_strategy == "epoch" or checkpoint.save_steps is not None
     return is_periodic or checkpoint.keep_best_checkpoint
+
+
+def _leaves_runs(case: Case) -> bool:
+    """Whether the run's folder, which is that of its name, would not lie in runs/."""
+    if case["run_name"] is None or case["output_dir"] is not None:
+        return False
+    name = PurePosixPath(case["run_name"])
+    return name.is_absolute() or ".." in name.parts or not name.parts
 
 
 def _has_held_out_rows(case: Case) -> bool:
@@ -449,6 +458,14 @@ RULES: tuple[Rule, ...] = (
             "held-out rows"
         ),
         advice="set eval_datasets or eval_split_size",
+    ),
+    recipe_rule(
+        "run_name with a folder elsewhere",
+        "run_name",
+        "output_dir",
+        when=_leaves_runs,
+        message="run_name: {run_name} does not name a folder in runs/",
+        advice="give a name without .. or a / in front, or set output_dir",
     ),
     recipe_rule(
         "exact_match_samples without held-out rows",

@@ -911,6 +911,45 @@ class Recipe:
         return facts.samples and not facts.needs_teacher and self.method.beta > 0
 
     @property
+    def measures_generations(self) -> bool:
+        """Whether completions are measured before the generation's first update.
+
+        Without a critic, the loss needs that only if it corrects for the sampler and makes several
+        updates on the same completions.
+        """
+        facts = self.method_facts
+        if not facts.samples:
+            return False
+        needs_old = self.rollout.corrects_sampling and self.rollout.updates_per_generation > 1
+        return facts.has_critic or needs_old
+
+    @property
+    def generation_forwards(self) -> float:
+        """How often a token is measured before its generation's first update, by the trained model.
+
+        It is a share of the times that the token is trained on. With a critic, the model with its
+        adapters off measures it too, where it is the reference.
+        """
+        if not self.measures_generations:
+            return 0.0
+        measures_reference = self.has_critic_reference and self.teacher is None
+        return (1 + measures_reference) / self.rollout.num_iterations
+
+    @property
+    def teacher_passes(self) -> float:
+        """How often `teacher` computes a token for each time that it is trained on.
+
+        With a critic it is the reference of a generation; the passes after the first need it no
+        more.
+        """
+        return 1 / self.rollout.num_iterations if self.has_critic_reference else 1.0
+
+    @property
+    def has_critic_reference(self) -> bool:
+        """Whether the reference is a part of a critic's rewards, and not of the loss."""
+        return self.has_reference and self.method_facts.has_critic
+
+    @property
     def teacher(self) -> Model | None:
         """The frozen second model that the run loads; None if it loads none.
 

@@ -121,6 +121,12 @@ class Examples:
         store = self.store_of(example_id)
         return bool(self.start[example_id] == store.starts[self.document[example_id]])
 
+    def ends_document(self, example_id: int) -> bool:
+        """Whether an example holds the last token of its document."""
+        store = self.store_of(example_id)
+        end = self.start[example_id] + self.lengths[example_id]
+        return bool(end == store.starts[self.document[example_id] + 1])
+
     def trains_next_token(self, example_id: int) -> bool:
         """Whether the label of an example's last token is the first token after the example."""
         store = self.store_of(example_id)

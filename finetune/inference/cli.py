@@ -389,7 +389,7 @@ def _load_speakers(
     if compared is None:
         return [Speaker("", Chat(model))]
     if options.compare_with is not None:
-        other = load_inference_model(compared, load_options, _log, default_template=model.template)
+        other = load_inference_model(compared, load_options, _log, beside=model)
         speakers = [Speaker(other.name, Chat(other)), Speaker(model.name, Chat(model))]
     else:
         other = load_base(model, compared, load_options, _log)

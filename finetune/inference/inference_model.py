@@ -87,7 +87,7 @@ def load_inference_model(
     location: ModelLocation,
     options: LoadOptions,
     log: Callable[[str], object],
-    default_template: str | None = None,
+    beside: InferenceModel | None = None,
 ) -> InferenceModel:
     """Loads a model on the machine's GPUs, or on its CPU.
 
@@ -95,7 +95,7 @@ def load_inference_model(
         location: The model's place.
         options: The options of loading.
         log: Called with messages for the user.
-        default_template: The chat template for a model that has none.
+        beside: The model to compare with, whose chat template serves a model that has none.
 
     Raises:
         UserError: The model cannot be loaded, or has no tokenizer or chat template.
@@ -134,7 +134,7 @@ def load_inference_model(
     keys = Model(model_name_or_path=processor_folder, model_revision=location.revision)
     tokenizer.images = ImageProcessor(keys, tokenizer)
     template = choose_template(
-        tokenizer, location, options, default_template, log, is_scoring=has_scores(model)
+        tokenizer, location, options, beside, log, is_scoring=has_scores(model)
     )
     if template is not None:
         tokenizer.chat_template = template
@@ -182,7 +182,7 @@ def load_base(
     """
     if model.has_adapter:
         return replace(model, name=base.name, without_adapter=True)
-    return load_inference_model(base, options, log, default_template=model.template)
+    return load_inference_model(base, options, log, beside=model)
 
 
 def describe_base(model: InferenceModel, location: ModelLocation) -> str:
@@ -204,18 +204,19 @@ def choose_template(
     tokenizer: Any,
     location: ModelLocation,
     options: LoadOptions,
-    default: str | None,
+    beside: InferenceModel | None,
     log: Callable[[str], object],
     *,
     is_scoring: bool,
 ) -> str | None:
-    """Chooses the chat template: the option's, the tokenizer's, `default`, or that of training.
+    """Chooses the chat template: the option's, the tokenizer's, that of `beside`, or that of
+    training.
 
     Args:
         tokenizer: The model's tokenizer.
         location: The model's place.
         options: The options of loading.
-        default: The template for a tokenizer without one; None: there is none.
+        beside: The model to compare with, which gets the same prompts; None: there is none.
         log: Called with messages for the user.
         is_scoring: Whether the model has a score head.
 
@@ -245,8 +246,8 @@ def choose_template(
             return tokenizer_template
         by_name = tokenizer_template  # several templates
         return str(by_name.get("default") or next(iter(by_name.values())))
-    if default is not None:
-        return default
+    if beside is not None and beside.template is not None:
+        return beside.template
     if are_rendered:
         return PLAIN  # training rendered conversations with it, as no other template was known
     if formats:
@@ -254,6 +255,8 @@ def choose_template(
             f"{location.name}: has no chat template and was trained on {rows}; prompts are "
             "continued as they are"
         )
+        return None
+    if beside is not None:
         return None
     raise UserError(
         f"{location.name}: has no chat template; name one with --chat-template (chatml, llama3, a "

@@ -504,20 +504,14 @@ def _count_flops(spec: RunSpec) -> _FlopPerToken:
     # need no gradient of their own.
     forward = (trained + 2 * _count_frozen(spec)) / 3
     passes = _count_token_passes(spec)
-    second_forward = forward if passes.trained + passes.measured > 1 else 0.0
     own = passes.trained * trained + passes.measured * forward
     teacher = spec.teacher.flop_per_token(length) if spec.teacher else 0.0
+    teacher *= spec.recipe.teacher_passes
     if spec.recipe.method.distill_top_k is not None:  # the teacher runs before training only
-        return _FlopPerToken(forward, second_forward, step=own, before_training=teacher)
-    if spec.recipe.method_facts.has_critic:
-        # The critic's values and the reference are computed once for all updates on the same
-        # completions.
-        with_adapters_off = spec.recipe.has_reference and spec.teacher is None
-        reference = forward if with_adapters_off else teacher
-        teacher = (reference + forward) / spec.recipe.rollout.num_iterations
+        return _FlopPerToken(forward, 0.0, step=own, before_training=teacher)
     return _FlopPerToken(
         forward,
-        second_forward,
+        forward if _measures_all(spec) else 0.0,
         step=own + teacher,
         before_training=forward if spec.reference == "stored" else 0.0,
     )
@@ -525,13 +519,19 @@ def _count_flops(spec: RunSpec) -> _FlopPerToken:
 
 def _count_token_passes(spec: RunSpec) -> TokenPasses:
     """Counts how often a step computes a token."""
+    return count_token_passes(
+        are_rated=spec.recipe.method_facts.rows == "ratings",
+        measures_all=_measures_all(spec),
+        of_generation=spec.recipe.generation_forwards,
+    )
+
+
+def _measures_all(spec: RunSpec) -> bool:
+    """Whether each step measures all tokens by a forward of the trained model."""
     facts = spec.recipe.method_facts
     # of a method that samples; with a critic it is run once for several steps
     runs_reference = spec.recipe.has_reference and spec.teacher is None and not facts.has_critic
-    return count_token_passes(
-        are_rated=facts.rows == "ratings",
-        measures_all=facts.embeds or spec.reference == "adapters off" or runs_reference,
-    )
+    return facts.embeds or spec.reference == "adapters off" or runs_reference
 
 
 def _sum_seconds(collectives: Iterable[Collective], links: Links, spec: RunSpec) -> float:

@@ -136,10 +136,12 @@ def _describe_batch(spec: RunSpec) -> str:
         data_ranks = counted(spec.ranks, "rank")
     else:
         data_ranks = f"{counted(spec.data_ranks, 'group')} of {ranks_per_group} ranks"
+    is_full = spec.data_ranks * spec.accumulation * spec.rows == spec.rows_per_step
     return (
-        f"batch      {spec.rows_per_step} rows x {spec.recipe.row_tokens:,} tokens a step = "
-        f"{spec.tokens_per_step:,} tokens: {data_ranks} x "
-        f"{counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}"
+        f"batch      {counted(spec.rows_per_step, 'row')} x {spec.recipe.row_tokens:,} tokens a "
+        f"step = {spec.tokens_per_step:,} tokens: {data_ranks} x "
+        f"{counted(spec.accumulation, 'micro-batch')} x {'' if is_full else 'at most '}"
+        f"{counted(spec.rows, 'row')}"
     )
 
 

@@ -161,8 +161,8 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
         _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
         _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
-        _make_chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over "
-        "the devices' peak, T the mean length of a token's " "document; 4N for LoRA", _make_lines(runs, "mfu", 100), zero=True),
+        _make_chart("mfu", "Model FLOP utilization", "%: FLOP per token x tokens per second over the devices' peak, "
+        "FLOP being 6N + 12LHQT (4N for LoRA), T the mean length of a token's document, and 2N + 4LHQT for each forward alone", _make_lines(runs, "mfu", 100), zero=True),
         _make_chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
         _make_chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _make_lines(runs, "data_wait_seconds"), zero=True),
         _make_chart("router_aux_loss", "Auxiliary loss of the routers", "a step's mean, before its coefficient; balanced experts have their number a token", _make_lines(runs, "router_aux_loss")),

@@ -34,7 +34,9 @@ from finetune.plan.plan import Plan
 from finetune.report.charts import Chart, draw_loss_png, make_charts
 from finetune.report.run_data import (
     OF_SOURCE,
+    RECIPE,
     REPORTED_FILES,
+    SHARDING,
     RunRecord,
     describe_in_one_line,
     describe_run,
@@ -277,7 +279,8 @@ class LivePage:
         """Plans the run, or returns the plan made before if its files are the same."""
         # a checkpoint has the model's config, from which `plan_run` plans once it is there
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))[:1]
-        key = _hash_state([run.folder / "recipe.yaml", run.folder / "environment.json", *configs])
+        files = [run.folder / name for name in (RECIPE, SHARDING, "environment.json")]
+        key = _hash_state([*files, *configs])
         if key not in self._plans:
             self._plans[key] = plan_run(run)
         return self._plans[key]

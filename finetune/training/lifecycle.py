@@ -346,6 +346,7 @@ def start_run(
         are_rated=facts.rows == "ratings",
         # of an embedding method: GradCache's forward of all texts
         measures_all=facts.embeds or _runs_reference(recipe, objectives.training),
+        of_generation=recipe.generation_forwards,
     )
 
     def count_flop(length: float) -> float:
@@ -358,7 +359,8 @@ def start_run(
         )
         forward = forward_flop_per_token_of(config, parameters=parameters, length=length)
         own = passes.trained * training + passes.measured * forward
-        return own + teacher_flop_per_token(objectives.training, length)
+        teacher = teacher_flop_per_token(objectives.training, length)
+        return own + recipe.teacher_passes * teacher
 
     whole_row_flop = count_flop(recipe.data.max_length)
     fp8_share = find_fp8_share(unwrap(model), world.sharding, whole_row_flop, passes)
@@ -402,6 +404,11 @@ def start_run(
     )
     for line in first_screen(run, size, progress):
         log.say(line)
+    if recipe.run.exact_match_samples and not run.prompts:
+        log.say(
+            "exact_match_samples: nothing is answered, since no held-out example has a prompt and "
+            "all of its answer; raise max_length, or hold out other rows"
+        )
     ranks = RankGroup(world)
     ranks.on_all(lambda: hooks.load_states(progress))
     # Raises at the start, instead of at the first save, if a checkpoint could not keep a state.

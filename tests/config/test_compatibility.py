@@ -482,6 +482,16 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             "datasets cannot combine function with path; keep one",
             False,
         ),
+        *(
+            (
+                [f"run_name={name}"],
+                None,
+                None,
+                f"run_name: {name} does not name a folder in runs/; give a name without ..",
+                False,
+            )
+            for name in ("..", ".", "a/../../b", "/tmp/a")
+        ),
         (
             ["exact_match_samples=5"],
             None,

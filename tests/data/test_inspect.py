@@ -136,6 +136,11 @@ def test_every_trained_token_of_a_cut_example_is_counted(
     assert main(["inspect", "--recipe", str(recipe), "--rows", "1"]) == 0
     head = capsys.readouterr().out.splitlines()[0]
     assert head == "example 0, a.jsonl:1: 4 tokens, 4 trained, the last of them after the end shown"
+    for length, is_cut in ((4, True), (400, False)):
+        assert main(["inspect", "--recipe", str(recipe), "--turns", f"max_length={length}"]) == 0
+        assert (
+            "turns of the whole row, which max_length cuts" in capsys.readouterr().out
+        ) is is_cut
 
 
 def test_examples_are_selected_by_the_numbers_that_a_run_reports(

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -414,6 +414,26 @@ def test_without_a_chat_template_it_asks_as_the_run_was_trained(
         (run / "data_report.json").write_text(json.dumps({"sources": [{"formats": formats}]}))
         assert main(["chat", str(run), "--prompt", QUESTION]) == 0
         assert ("without its chat template" in capsys.readouterr().err) == is_plain
+
+
+@pytest.mark.parametrize("option", [("--compare",), ("--compare-with", "base")])
+def test_a_run_on_text_and_its_base_without_a_template_continue_the_same_prompt(
+    option: Sequence[str],
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chat: Callable[..., str],
+) -> None:
+    base = tiny_llama().rename(tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    run = tmp_path / "run"
+    shutil.copytree(base, run / "export")
+    (run / "recipe.yaml").write_text(f"model_name_or_path: {base}\n")
+    (run / "data_report.json").write_text(json.dumps({"sources": [{"formats": ["text"]}]}))
+    monkeypatch.chdir(tmp_path)
+    (answered,) = map(json.loads, chat(run, *option, "--prompt", QUESTION, "--json").splitlines())
+    first, second = answered["answers"]
+    assert first["answer"] == second["answer"]
 
 
 def test_what_cannot_be_talked_to_is_one_sentence(

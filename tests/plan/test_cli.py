@@ -51,6 +51,10 @@ def test_a_plan_needs_no_torch_and_prints_every_phase(tiny_recipe: Callable[...,
     for phase in ("load", "first step", "steady step", "evaluation", "save", "resume", "export"):
         assert f"\n{phase} " in shown
     assert "4 rows x 64 tokens a step = 256 tokens: 2 ranks x 2 micro-batches x 1 row" in shown
+    _, uneven, _ = _plan("--recipe", str(recipe), "--num-processes", "2", "global_batch_size=3", "per_device_train_batch_size=2")  # fmt: skip
+    assert "3 rows x 64 tokens a step = 192 tokens: 2 ranks x 1 micro-batch x at most 2 rows" in (
+        uneven
+    )
     probe = "import sys; from finetune.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     assert run_command(["python", "-c", probe, "plan", "--recipe", str(recipe)]).returncode == 0
 

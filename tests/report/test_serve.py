@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from finetune.report.page import MAX_CONNECTIONS, LivePage, _Handler, _open_server
+from finetune.report.run_data import read_run
 from tests.ranks import ROOT, default_interrupt, environment, run_command
 from tests.report.browser import watch
 from tests.report.runs import STEPS, make_run
@@ -194,6 +195,19 @@ def test_connections_that_ask_for_nothing_are_let_go(
         assert connection.getresponse().status == 200
         connection.close()
         server.shutdown()
+
+
+def test_the_page_plans_again_for_another_layout(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    run = make_run(tmp_path / "run", tiny_recipe())
+    page = LivePage((run,))
+    record = read_run(run)
+    before = page._plan(record)
+    (run / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nmixed_precision: no\n")
+    after = page._plan(record)
+    assert before is not None and after is not None
+    assert before.spec.sharding.layout != after.spec.sharding.layout == "ddp"
 
 
 def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:

@@ -33,6 +33,26 @@ end_process(exit_code(run.main))
 """
 
 
+def test_a_run_without_a_whole_held_out_answer_says_that_it_answers_nothing(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    held_out = {"prompt": "How much?", "completion": "one two three " * 90}
+    (tmp_path / "long.jsonl").write_text(json.dumps(held_out) + "\n")
+    recipe = tiny_recipe(
+        max_steps=1,
+        eval_datasets=[{"path": str(tmp_path / "long.jsonl")}],
+        exact_match_samples=2,
+        export_at_end=False,
+    )
+    ended = run_python(
+        ["-m", "finetune", "launch", "--num-processes", "1", "--recipe", str(recipe)],
+        timeout=SECONDS,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "exact_match_samples: nothing is answered" in ended.stderr
+    assert _evaluated(tmp_path / "run") == {"eval_loss": [0, 1], "exact_match": []}
+
+
 def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:

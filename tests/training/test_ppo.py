@@ -24,8 +24,12 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.export.export import export
 from finetune.files.tensors import read_folder, read_slice
+from finetune.flops import forward_flop_per_token_of
 from finetune.plan.plan import make_plan
+from finetune.plan.speed import estimate_speed
 from finetune.rollout.critic import compute_gae, find_targets
+from finetune.session import Session
+from finetune.training.callbacks import Hooks
 from finetune.training.screens import count_longest
 from tests.conftest import make_chat, make_model, slow_but
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config
@@ -339,6 +343,50 @@ def test_the_plan_counts_the_critic(
     trained = sum(tensor.byte_count for tensor in stored.values())
     assert plan.spec.state().trained == trained
     assert any(each.name == f"lm_head.{VALUE_WEIGHT}" for each in plan.spec.tensors)
+
+
+@pytest.mark.parametrize(
+    ("mode", "method", "measured"),
+    [
+        # forwards without a backward, for each time that a token is trained on
+        ("full", "ppo", 1 / 3),
+        ("reference", "ppo", 2 / 3),
+        ("adapters", "ppo", 2 / 3),
+        ("full", "grpo", 1 / 3),
+        ("reference", "grpo", 1 + 1 / 3),
+    ],
+)
+def test_mfu_and_plan_count_what_is_measured_once_a_generation(
+    mode: str, method: str, measured: float, recipes: dict[str, Path], tmp_path: Path
+) -> None:
+    """The old log-probabilities with the critic's values, and under PPO the reference's."""
+    keys = yaml.safe_load(recipes[mode].read_text()) | {"output_dir": str(tmp_path / "run")}
+    if "lora_r" in keys:
+        keys["lora_r"] = 1  # the plan leaves out the products of adapters, which are small
+    keys["rewards"] = [str(recipes[mode].parent / "my_rewards.py:even")]
+    if method == "grpo":
+        for key in ("gamma", "lam", "vf_coef", "cliprange_value"):
+            del keys[key]
+        keys |= {"method": "grpo", "importance_sampling_correction": "token_truncate"}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(keys))
+    recipe = read_recipe(str(tmp_path / "recipe.yaml"))
+    sharding = read_sharding("single", None, {})
+    length = recipe.data.max_length
+    with Session(recipe, sharding) as session:
+        counted = session.start(Hooks()).count_flop(length)
+        sizes = [
+            (weight.numel(), weight.requires_grad)
+            for name, weight in session.model.named_parameters()
+            if "embed" not in name
+        ]
+        forward = forward_flop_per_token_of(
+            session.model.config, parameters=sum(size for size, _ in sizes), length=length
+        )
+    frozen = sum(size for size, is_trained in sizes if not is_trained)
+    expected = (3 + measured) * forward - 2 * frozen
+    planned = estimate_speed(make_plan(recipe, sharding, 1).spec, 0.4).flop_per_token
+    assert counted == pytest.approx(expected, rel=0.03)
+    assert planned == pytest.approx(expected, rel=0.03)
 
 
 TOOL = '''

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
 from finetune.constants import ceil_div
 from finetune.data.batches import Ids, MicroBatch, StepBatch
@@ -172,12 +171,9 @@ def _make_measure(
     Returns None if the loss needs none of these. Without a critic it needs only "old", and only if
     it corrects for the sampler and makes several updates on the same completions.
     """
-    keys = recipe.rollout
-    has_critic = recipe.method_facts.has_critic
-    corrects_sampling = keys.importance_sampling_correction != NO_CORRECTION
-    needs_old = corrects_sampling and keys.updates_per_generation > 1
-    if not has_critic and not needs_old:
+    if not recipe.measures_generations:
         return None
+    has_critic = recipe.method_facts.has_critic
     head = choose_head(recipe)
 
     def measure_one(micro_batch: MicroBatch) -> dict[str, Tensor]:

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from finetune.config.methods import NO_CORRECTION
 from finetune.config.schema import Recipe
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.packing import StoredBatches
@@ -169,11 +168,6 @@ class PolicyObjective(Objective):
         metrics = {name: sum_and_divisor.float() for name, sum_and_divisor in metrics.items()}
         return Measured(loss.float(), metrics, maxima)
 
-    @property
-    def corrects_sampling(self) -> bool:
-        """Whether the loss is weighted by the sampling ratio that `policy_losses.py` defines."""
-        return self.recipe.rollout.importance_sampling_correction != NO_CORRECTION
-
     def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
         """Splits the head's outputs into log-probabilities and values, fp64[positions] each.
 
@@ -216,7 +210,7 @@ class PolicyObjective(Objective):
         losses = compute_losses(ratios, advantages, log_probabilities, recipe)
         is_clipped = find_clipped(ratios.detach(), advantages, log_probabilities.detach(), recipe)
         metrics = {"clip_ratio": completions.make_mean(is_clipped.double(), shape)}
-        if self.corrects_sampling:
+        if self.recipe.rollout.corrects_sampling:
             sampling_ratios = compute_sampling_ratios(
                 old_log_probabilities - sampled, completions, recipe
             )
@@ -300,7 +294,7 @@ class PolicyObjective(Objective):
         """
         if "old" in rollout:
             return rollout["old"].double()
-        if self.corrects_sampling:
+        if self.recipe.rollout.corrects_sampling:
             return log_probabilities.detach()
         return sampled
 
@@ -343,7 +337,7 @@ class PolicyObjective(Objective):
             names += ["value/loss", "value/clip_ratio", "value/mean", "value/return"]
         if self.other_model is not None or self.recipe.has_reference:
             names.append("kl")
-        if self.corrects_sampling:
+        if self.recipe.rollout.corrects_sampling:
             names += [SAMPLING_RATIO, SAMPLING_CORRECTED]
         return dict.fromkeys(names, zero)
 
