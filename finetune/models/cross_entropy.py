@@ -69,16 +69,11 @@ def linear_cross_entropy(
     else:
         ids = labels[trained_positions]
 
-    def compute(
-        trained_states: Tensor, weight: Tensor, adapter_b: Tensor | None
-    ) -> tuple[Tensor, Gradients]:
-        computed = compute_in_chunks(
-            trained_states, weight, product.bias, ids, chunks, needs_grad, adapter_b=adapter_b
-        )
+    def compute(trained: HeadProduct) -> tuple[Tensor, Gradients]:
+        computed = compute_in_chunks(trained, ids, chunks, needs_grad)
         return computed.loss, computed.gradients
 
-    *operands, _shard = product
-    loss: Tensor = HeadLoss.apply(*operands, trained_positions, compute)  # type: ignore[no-untyped-call]
+    loss: Tensor = HeadLoss.apply(*product, trained_positions, compute)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -99,7 +94,7 @@ def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
     ) -> Tensor:
         product = head.prepare(hidden)
         needs_grad = product.needs_grad()
-        chunks = head.chunk_options(product)
+        chunks = head.chunk_options()
         if positions is None:
             ids = labels
             token_weights = weights
@@ -107,18 +102,14 @@ def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
             ids = labels[positions]
             token_weights = weights[positions]
 
-        def compute(
-            trained_states: Tensor, weight: Tensor, adapter_b: Tensor | None
-        ) -> tuple[Tensor, Gradients]:
-            tensors = trained_states, weight, product.bias, ids
-            computed = compute_in_chunks(*tensors, chunks, needs_grad, token_weights, adapter_b)
+        def compute(trained: HeadProduct) -> tuple[Tensor, Gradients]:
+            computed = compute_in_chunks(trained, ids, chunks, needs_grad, token_weights)
             losses = -computed.log_probabilities
             weighted_loss = (losses * token_weights).sum(0, keepdim=True)
             part_losses = losses.view(parts, -1).sum(1)
             return torch.cat([weighted_loss, part_losses]), computed.gradients
 
-        *operands, _shard = product
-        sums: Tensor = HeadLoss.apply(*operands, positions, compute)  # type: ignore[no-untyped-call]
+        sums: Tensor = HeadLoss.apply(*product, positions, compute)  # type: ignore[no-untyped-call]
         return sums
 
     return compute_loss
@@ -165,10 +156,7 @@ class LossHead(nn.Module):
             return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
         product = self.prepare(hidden.flatten(0, -2))
         return linear_cross_entropy(
-            product,
-            labels.flatten(),
-            self.chunk_options(product),
-            trained_positions=trained_positions,
+            product, labels.flatten(), self.chunk_options(), trained_positions=trained_positions
         )
 
     def prepare(self, hidden: Tensor) -> HeadProduct:
@@ -199,13 +187,10 @@ class LossHead(nn.Module):
         """Multiplies the trunk's output by `input_scale`."""
         return hidden if self.input_scale == 1.0 else hidden * self.input_scale
 
-    def chunk_options(self, product: HeadProduct) -> ChunkOptions:
+    def chunk_options(self) -> ChunkOptions:
         """Returns how the loss is computed; outside of training without smoothing and weights."""
         options = ChunkOptions(
-            self.logits,
-            trains_head=self.is_trained,
-            shard=product.shard,
-            function=self.chunk_function,
+            self.logits, trains_head=self.is_trained, function=self.chunk_function
         )
         if not self.training:
             return options
