@@ -23,7 +23,7 @@ from finetune.errors import UserError
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import dequantized_rows, make_dequantizer
-from finetune.files.tensors import ComputedPart, StoredTensor, hash_weights, read_folder
+from finetune.files.tensors import StoredTensor, hash_weights, read_folder
 from finetune.models.carried import (
     describe_carried,
     find_carried,
@@ -190,9 +190,7 @@ def plan_carried(
     read_dequantized = make_dequantizer(replace(source, quantized=account.quantized))
     values = []
     for name, stored in account.carried.items():
-        is_computed = name in account.quantized or any(
-            isinstance(part, ComputedPart) for part in stored.parts
-        )
+        is_computed = name in account.quantized or stored.compute is not None
         if name in account.quantized:
             stored_dtype = source.compute_dtype
         else:

@@ -18,7 +18,7 @@ from finetune.config.quantization import find_bits, read_published_form
 from finetune.constants import CONFIG_FILE, Names, Shape, ceil_div
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
-from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
+from finetune.files.tensors import Slices, StoredTensor, read, read_slice
 
 WORD = 32  # bits
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # number i of the eight in AWQ's word is at place [i]
@@ -133,17 +133,7 @@ def _make_plain(name: str, parts: Parts, packing: Packing, where: str) -> Stored
             )
         return values[:, columns]
 
-    corner = (0, 0)
-    part = ComputedPart(
-        codes.parts[0].path,
-        position=0,
-        offsets=corner,
-        shape=shape,
-        read=read_values,
-        begin=corner,
-        axes=(0, 1),
-    )
-    return StoredTensor(name, shape, torch.float32, (part,))
+    return StoredTensor(name, shape, torch.float32, codes.parts, read_values)
 
 
 def _unpack_words(words: Tensor, bits: int) -> Tensor:

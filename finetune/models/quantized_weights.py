@@ -32,7 +32,7 @@ from finetune.constants import CONFIG_FILE, FP32, Shape, ceil_div, round_up
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
 from finetune.files.json_files import load_json
-from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice
+from finetune.files.tensors import Slices, StoredTensor, read, read_slice
 from finetune.models.packed_weights import unpack_packed
 
 # Numbers that are quantized at once, since bitsandbytes takes some 16 bytes a number while it
@@ -357,7 +357,7 @@ def _dequantize_expert(tensor: StoredTensor, quantized: StoredQuantized) -> Stor
     def read_values(slices: Slices) -> Tensor:
         return dequantize_tensor(quantized.read_whole(), torch.float32)[slices]
 
-    return _make_computed(tensor.name, quantized.shape, tensor, read_values)
+    return replace(tensor, dtype=torch.float32, compute=read_values)
 
 
 # The experts of Llama 4 as Axolotl saves them: as linear layers.
@@ -410,7 +410,7 @@ def _fuse_transposed(name: str, linears_by_expert: list[list[StoredTensor]]) -> 
         ]
         return torch.stack([matrix.t()[read_inputs, read_outputs].float() for matrix in matrices])
 
-    return _make_computed(name, shape, first_linears[0], read_values)
+    return StoredTensor(name, shape, torch.float32, first_linears[0].parts, read_values)
 
 
 def _collect_four_bit(
@@ -614,7 +614,7 @@ def _dequantize_fp8(
     """
     height, width = _find_block_size(weight, scales, config_block, where)
     blocks = Fp8Blocks(weight, scales, height, width)
-    return _make_computed(weight.name, weight.shape, weight, blocks.read)
+    return replace(weight, dtype=torch.float32, compute=blocks.read)
 
 
 def _find_block_size(
@@ -747,28 +747,7 @@ def _dequantize_mxfp4(
         return values[:, read_inputs.start - first_input : read_inputs.stop - first_input]
 
     shape = (experts, blocks_per_output * MXFP4_BLOCK, outputs)
-    return _make_computed(name, shape, blocks, read_values)
-
-
-def _make_computed(
-    name: str, shape: Shape, source: StoredTensor, read_values: ReadSlice
-) -> StoredTensor:
-    """Makes a float32 tensor `name` whose slices `read_values` computes.
-
-    `source`: a tensor from which it is computed; its file stands for that of the new tensor.
-    """
-    zeros = (0,) * len(shape)
-    path = source.parts[0].path
-    part = ComputedPart(
-        path,
-        position=0,
-        offsets=zeros,
-        shape=shape,
-        read=read_values,
-        begin=zeros,
-        axes=tuple(range(len(shape))),
-    )
-    return StoredTensor(name, shape, torch.float32, (part,))
+    return StoredTensor(name, shape, torch.float32, blocks.parts, read_values)
 
 
 def _read_block_size(folder: Path) -> tuple[int, int]:
