@@ -18,7 +18,7 @@ from finetune.config.multi_token import (
     list_promising_keys,
     promise_no_layers,
 )
-from finetune.distributed.model_parts import take_language_model
+from finetune.distributed.model_parts import name_of, take_language_model
 from finetune.errors import UserError
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
@@ -295,9 +295,7 @@ def _find_vocabulary_misfit(
     as many rows as the base's. Returns why nothing can be carried over then; None if all fits.
     """
     embedding: Any = target.model.get_input_embeddings()  # type: ignore[operator]
-    embedding_name = next(
-        f"{name}.weight" for name, module in target.model.named_modules() if module is embedding
-    )
+    embedding_name = f"{name_of(target.model, embedding)}.weight"
     name = target.tied.get(embedding_name, embedding_name)  # of the stored tensor
     base_tokens = boxes[name].shape[0] if name in boxes else 0
     model_tokens = target.shapes[name][0]

@@ -6,8 +6,7 @@ one that the export quantizes: under LoRA the base with the adapter merged into 
 again in the backward instead of being kept, so that a layer keeps no more than a plain one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.config.module_names import is_adapter
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import head_modules, product_dtype, text_modules
+from finetune.distributed.model_parts import product_dtype, text_linears
 from finetune.errors import UserError
 
 
@@ -61,17 +59,11 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
 
     They are those of the language model, without the output head and adapters.
     """
-    head = head_modules(model)
-    quantizable = {}
-    for name, module in text_modules(model):
-        if not isinstance(module, nn.Linear) or type(module) not in (
-            nn.Linear,
-            FakeQuantizedLinear,
-        ):
-            continue
-        if module not in head and not is_adapter(f"{name}.weight"):
-            quantizable[name] = module
-    return quantizable
+    return {
+        name: layer
+        for name, layer in text_linears(model)
+        if type(layer) in (nn.Linear, FakeQuantizedLinear)
+    }
 
 
 def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
@@ -242,31 +234,15 @@ def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> Non
                 module.is_rounded = step >= keys.fake_quant_after_n_steps
 
 
-@contextmanager
-def unrounded(model: nn.Module) -> Iterator[None]:
-    """Turns rounding off in this block, in which outputs are compared.
-
-    Rounding can make a difference in the last bit a whole step of a number's scale.
-    """
-    layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLinear)]
-    were_rounded = [layer.is_rounded for layer in layers]
-    for layer in layers:
-        layer.is_rounded = False
-    try:
-        yield
-    finally:
-        for layer, was_rounded in zip(layers, were_rounded, strict=True):
-            layer.is_rounded = was_rounded
-
-
 class FakeQuantizedLinear(nn.Linear):
     """A linear layer with the parameters of a plain one, which rounds while `is_rounded`."""
 
     rounding: Rounding
     is_rounded: bool
+    is_exact = False  # does not round even so; `without_rounding` of models/probe.py sets it
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        if not self.is_rounded:
+        if not self.is_rounded or self.is_exact:
             return super().forward(input)
         adapter_scale = 1.0  # there is no adapter
         return self.multiply(input.to(product_dtype(input)), adapter_scale, self.weight)
@@ -304,12 +280,12 @@ def _make_adapted_class() -> type[nn.Module]:
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
             # Other calls, such as those with the adapter off, are left to peft.
             is_usual = not (arguments or keys or self.disable_adapters or self.merged)
-            if not is_usual or not self.base_layer.is_rounded:
+            base: FakeQuantizedLinear = self.base_layer
+            if not is_usual or not base.is_rounded or base.is_exact:
                 output: Tensor = super().forward(x, *arguments, **keys)
                 return output
             a = self.lora_A[ADAPTER_NAME].weight
             b = self.lora_B[ADAPTER_NAME].weight
-            base: FakeQuantizedLinear = self.base_layer
             return base.multiply(x, self.scaling[ADAPTER_NAME], base.weight, a, b)
 
     return RoundedLinear

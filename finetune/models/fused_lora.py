@@ -9,7 +9,7 @@ from torch import Tensor, library, nn
 
 from finetune.constants import ADAPTER_NAME
 from finetune.distributed.model_parts import product_dtype
-from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
+from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_bytes
 
 # Names of layers in one module to which transformers' code gives the same input.
 SHARED_INPUTS = (
@@ -329,10 +329,11 @@ def _restore_weight(
             result depends on it: it keeps torch.compile from merging this dequantization with the
             forward's, and from keeping the dequantized weight between them.
     """
+    weight: Tensor
     if form.quantized is None:
-        weight: Tensor = layer.weight.to(form.dtype)
-        return weight
-    assert layer.scales is not None
-    return dequantize_parameters(
-        layer.weight, layer.scales, form.quantized, form.dtype, grad_output
-    )
+        weight = layer.weight.to(form.dtype)
+    else:
+        weight = dequantize_bytes(
+            layer.weight, layer.scales, *form.quantized, form.dtype, grad_output
+        )
+    return weight

@@ -665,7 +665,7 @@ class Teacher:
         states = self._compute_states(inputs)
 
         def diverge(
-            student_head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+            student_head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor
         ) -> Tensor:
             head: Any = head_of(self.model)
             with gathered(head):

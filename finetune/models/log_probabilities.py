@@ -43,10 +43,10 @@ def head_log_probabilities(
     head: LossHead,
     hidden: Tensor,
     labels: Tensor,
-    trained_positions: Tensor | None,
+    trained_positions: Tensor,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Computes the labels' log-probabilities at the trained positions, or at all tokens if None.
+    """Computes the labels' log-probabilities at the trained positions.
 
     It is a `HeadFunction`, for `model(..., head_function=head_log_probabilities)`.
 
@@ -56,8 +56,6 @@ def head_log_probabilities(
     Returns:
         fp32[trained positions].
     """
-    if trained_positions is None:
-        trained_positions = torch.arange(len(labels), device=labels.device)
     product = head.prepare(hidden)
     chunks = ChunkOptions(
         head.logits._replace(temperature=temperature),
@@ -172,9 +170,9 @@ def choose_label_head(targets: Tensor | None) -> HeadFunction:
         return head_log_probabilities
     ids = targets
 
-    def score(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
+    def score(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor) -> Tensor:
         product = head.prepare(hidden)
-        assert product.shard is None and positions is not None
+        assert product.shard is None
         return target_log_probabilities(product.at(positions), ids, ChunkOptions(head.logits))
 
     return score
@@ -224,9 +222,9 @@ def head_top(k: int) -> HeadFunction:
     first. An id below 2**24 is exact in fp32.
     """
 
-    def find(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
+    def find(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor) -> Tensor:
         product = head.prepare(hidden)
-        assert product.shard is None and positions is not None
+        assert product.shard is None
         states, weight, bias, adapter_b, _ = product.at(positions).to(product_dtype(product.weight))
         scores = TeacherScores(states, weight, bias, head.logits, adapter_b)
         ids, log_probs = find_top(scores, len(weight), k, temperature=1.0)
@@ -334,7 +332,7 @@ def find_top(scores: TeacherScores, rows: int, k: int, temperature: float) -> tu
 def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptions) -> HeadFunction:
     """Makes a head function of a student that returns the three sums of `linear_divergence`."""
 
-    def diverge(head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+    def diverge(head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         product = head.prepare(hidden)
         return linear_divergence(
             product, labels, teacher, options, head.chunk_options(), trained_positions=positions
