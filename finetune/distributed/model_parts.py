@@ -96,6 +96,13 @@ def other_parts(model: Any) -> list[nn.Module]:
     return parts
 
 
+def trains_tower(model: Any) -> bool:
+    """Whether a part beside the language model is trained: a vision tower or a projector."""
+    return any(
+        parameter.requires_grad for part in other_parts(model) for parameter in part.parameters()
+    )
+
+
 def text_names(model: Any) -> Names:
     """Returns the name prefixes of the parameters that work on text: those of trunk and head.
 

@@ -312,7 +312,6 @@ class GreedyAnswer:
 class Comparison:
     """The comparison of the answers to one prompt. Returned by `compare`."""
 
-    line: str  # for the user
     is_same: bool  # True also if the answers part at a near tie
     # The largest difference between log-probabilities; nan if the server gives none.
     difference: float  # over the tokens of the answer before the answers differ
@@ -453,7 +452,6 @@ def compare(
             is_same = False
     print(f"{model.tokenizer.decode(expected.ids)[-40:]!r}: {line}")
     return Comparison(
-        line,
         is_same,
         difference=_find_difference(expected.logprobs[:first_different], _read_logprobs(choice)),
         prompt_difference=_find_difference(expected.prompt_logprobs, prompt_logprobs),

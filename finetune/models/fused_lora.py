@@ -132,11 +132,10 @@ class _LayerTensors(NamedTuple):
     scales: Any  # of a quantized weight; None if it is stored plain
 
 
-TENSOR_NAMES = [*_LayerTensors.__annotations__]
-LAYER_TENSORS = len(TENSOR_NAMES)  # tensors of one layer
+LAYER_TENSORS = len(_LayerTensors._fields)  # tensors of one layer
 # Where the A and the B of every layer are in the flat list of all layers' tensors.
-ALL_A = slice(TENSOR_NAMES.index("a"), None, LAYER_TENSORS)
-ALL_B = slice(TENSOR_NAMES.index("b"), None, LAYER_TENSORS)
+ALL_A = slice(0, None, LAYER_TENSORS)
+ALL_B = slice(1, None, LAYER_TENSORS)
 BEFORE_TENSORS = 2  # arguments of `_LoraLinears` before the tensors: the input and the forms
 
 

@@ -182,20 +182,8 @@ def update_(
         update = _update_
         length = UPDATED_AT_ONCE
     for start in range(0, elements, length):
-        weights, gradient, mean, variance = (shard[start : start + length] for shard in flat_shards)
-        update(
-            weights,
-            gradient,
-            mean,
-            variance,
-            rate,
-            decay,
-            correction,
-            found_inf,
-            beta1,
-            beta2,
-            settings["eps"],
-        )
+        parts = (shard[start : start + length] for shard in flat_shards)
+        update(*parts, rate, decay, correction, found_inf, beta1, beta2, settings["eps"])
 
 
 @cache
