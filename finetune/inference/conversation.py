@@ -32,7 +32,7 @@ from finetune.data.tokenizer import (
     read_parts,
 )
 from finetune.distributed.model_parts import has_scores
-from finetune.errors import UserError, print_styled
+from finetune.errors import UserError, on_one_line, print_styled
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.inputs import check_utf8, make_question, system_message, user_message
 from finetune.models.vision import with_read_tiles
@@ -138,9 +138,8 @@ def _generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **options
             )
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it"
+            f"{model.name}: {GENERATION_FILE}: cannot be used: {on_one_line(error)}; correct it"
         ) from None
     except torch.OutOfMemoryError:
         raise UserError(
