@@ -32,6 +32,10 @@ class Rounding:
     inputs: Callable[[Tensor], Tensor] | None  # None: inputs are not rounded
     weight: Callable[[Tensor], Tensor]
 
+    def round_inputs(self, inputs: Tensor) -> Tensor:
+        """Rounds the inputs, if the scheme rounds inputs."""
+        return inputs if self.inputs is None else self.inputs(inputs)
+
 
 def _make_torchao_config(keys: QuantizationAware) -> Any:
     """Makes torchao's config of a scheme of whole numbers, for torchao's `QATConfig`."""
@@ -262,7 +266,7 @@ class FakeQuantizedLinear(nn.Linear):
         dtype = product_dtype(inputs)
         if torch.compiler.is_compiling():  # the compiler decides what is kept for the backward
             rounded_weight = self.rounding.weight(_merge(weights, scale, dtype))
-            product = F.linear(_round_inputs(self.rounding, inputs.to(dtype)), rounded_weight)
+            product = F.linear(self.rounding.round_inputs(inputs.to(dtype)), rounded_weight)
         else:
             product = _RoundedProduct.apply(self.rounding, dtype, scale, inputs, *weights)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(dtype)
@@ -308,13 +312,6 @@ def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Ten
     return (weight.float() + scale * (b.float() @ a.float())).to(dtype)
 
 
-def _round_inputs(rounding: Rounding, inputs: Tensor) -> Tensor:
-    """Rounds the inputs, if the scheme rounds inputs."""
-    if rounding.inputs is None:
-        return inputs
-    return rounding.inputs(inputs)
-
-
 class _RoundedProduct(torch.autograd.Function):
     """Multiplies rounded inputs [..., in] by the rounded weight [out, in]: [..., out].
 
@@ -334,7 +331,7 @@ class _RoundedProduct(torch.autograd.Function):
         ctx.save_for_backward(inputs, *weights)
         with torch.autocast(inputs.device.type, enabled=False):
             rounded_weight = rounding.weight(_merge(weights, scale, dtype))
-            return F.linear(_round_inputs(rounding, inputs.to(dtype)), rounded_weight)
+            return F.linear(rounding.round_inputs(inputs.to(dtype)), rounded_weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -346,7 +343,7 @@ class _RoundedProduct(torch.autograd.Function):
         inputs, *weights = leaves
         with torch.autocast(gradient.device.type, enabled=False):
             with torch.enable_grad():  # from the leaves to what was multiplied
-                rounded_inputs = _round_inputs(rounding, inputs.to(dtype))
+                rounded_inputs = rounding.round_inputs(inputs.to(dtype))
                 rounded_weight = rounding.weight(_merge(tuple(weights), scale, dtype))
             rows = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
             factors = []  # those of the product that need a gradient
