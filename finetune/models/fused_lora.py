@@ -132,7 +132,7 @@ class _LayerTensors(NamedTuple):
     scales: Any  # of a quantized weight; None if it is stored plain
 
 
-LAYER_TENSORS = len(_LayerTensors._fields)  # tensors of one layer
+LAYER_TENSORS = len(_LayerTensors.__annotations__)  # tensors of one layer
 # Where the A and the B of every layer are in the flat list of all layers' tensors.
 ALL_A = slice(0, None, LAYER_TENSORS)
 ALL_B = slice(1, None, LAYER_TENSORS)
