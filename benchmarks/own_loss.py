@@ -140,9 +140,8 @@ def by_logits(session: finetune.Session, batch: finetune.StepBatch) -> Callable[
     """`by_function` with a head that makes all logits at once, as most scripts do."""
 
     def whole(
-        head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor | None
+        head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor
     ) -> Tensor:
-        assert trained_positions is not None, "a batch says where its labels are"
         logits = torch.nn.functional.linear(hidden[trained_positions], head.weight)
         ids = labels[trained_positions]
         chosen = logits.log_softmax(-1).gather(-1, ids.clamp(min=0)[:, None])[:, 0]

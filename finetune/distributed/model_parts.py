@@ -17,6 +17,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from finetune.config.module_names import is_adapter
 from finetune.constants import SCORES, Names
 
 # the names that transformers gives the language model inside a vision-language model
@@ -95,6 +96,13 @@ def other_parts(model: Any) -> list[nn.Module]:
     return parts
 
 
+def trains_tower(model: Any) -> bool:
+    """Whether a part beside the language model is trained: a vision tower or a projector."""
+    return any(
+        parameter.requires_grad for part in other_parts(model) for parameter in part.parameters()
+    )
+
+
 def text_names(model: Any) -> Names:
     """Returns the name prefixes of the parameters that work on text: those of trunk and head.
 
@@ -137,6 +145,22 @@ def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
     prefixes = text_names(model)
     return [
         (name, module) for name, module in model.named_modules() if f"{name}.".startswith(prefixes)
+    ]
+
+
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    """Returns the name of a module within `model`."""
+    names: dict[nn.Module, str] = {each: name for name, each in model.named_modules()}
+    return names[module]
+
+
+def text_linears(model: Any) -> list[tuple[str, nn.Linear]]:
+    """Lists (name, layer) of each linear layer on text, without the output head and adapters."""
+    head = head_modules(model)
+    return [
+        (name, module)
+        for name, module in text_modules(model)
+        if isinstance(module, nn.Linear) and module not in head and not is_adapter(f"{name}.")
     ]
 
 

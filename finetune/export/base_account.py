@@ -18,12 +18,12 @@ from finetune.config.multi_token import (
     list_promising_keys,
     promise_no_layers,
 )
-from finetune.distributed.model_parts import take_language_model
+from finetune.distributed.model_parts import name_of, take_language_model
 from finetune.errors import UserError
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, Value, stored_value
 from finetune.export.values import dequantized_rows, make_dequantizer
-from finetune.files.tensors import ComputedPart, StoredTensor, hash_weights, read_folder
+from finetune.files.tensors import StoredTensor, hash_weights, read_folder
 from finetune.models.carried import (
     describe_carried,
     find_carried,
@@ -190,9 +190,7 @@ def plan_carried(
     read_dequantized = make_dequantizer(replace(source, quantized=account.quantized))
     values = []
     for name, stored in account.carried.items():
-        is_computed = name in account.quantized or any(
-            isinstance(part, ComputedPart) for part in stored.parts
-        )
+        is_computed = name in account.quantized or stored.compute is not None
         if name in account.quantized:
             stored_dtype = source.compute_dtype
         else:
@@ -297,9 +295,7 @@ def _find_vocabulary_misfit(
     as many rows as the base's. Returns why nothing can be carried over then; None if all fits.
     """
     embedding: Any = target.model.get_input_embeddings()  # type: ignore[operator]
-    embedding_name = next(
-        f"{name}.weight" for name, module in target.model.named_modules() if module is embedding
-    )
+    embedding_name = f"{name_of(target.model, embedding)}.weight"
     name = target.tied.get(embedding_name, embedding_name)  # of the stored tensor
     base_tokens = boxes[name].shape[0] if name in boxes else 0
     model_tokens = target.shapes[name][0]

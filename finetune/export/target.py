@@ -21,7 +21,7 @@ from finetune.config.families import find_family
 from finetune.config.pretrained import read_facts
 from finetune.config.quantization import read_published_form
 from finetune.constants import CONFIG_FILE, Shape
-from finetune.distributed.model_parts import find_float32, text_names
+from finetune.distributed.model_parts import find_float32, name_of, text_names
 from finetune.errors import UserError, first_line
 from finetune.files.json_files import load_json
 from finetune.files.tensors import StoredTensor, read_slice
@@ -241,7 +241,7 @@ def count_tokens(model: Any, adapter: Mapping[str, Shape]) -> int | None:
         adapter: The shapes of the adapter's tensors by name.
     """
     embedding = model.get_input_embeddings()
-    name = next(name for name, module in model.named_modules() if module is embedding)
+    name = name_of(model, embedding)
     for own_name in (f"{name}.weight", f"{name}.base_layer.weight"):
         shape = adapter.get(own_name)
         if shape and shape[0] != embedding.weight.shape[0]:

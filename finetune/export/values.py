@@ -29,6 +29,7 @@ from finetune.export.target import (
     stored_value,
 )
 from finetune.files.tensors import (
+    Slices,
     StoredTensor,
     choose_dtype,
     config_dtype,
@@ -41,7 +42,7 @@ from finetune.models.head_scores import add_new_head
 from finetune.models.lora import AdaptedParameter, find_adapted_parameters, make_rotations
 from finetune.models.quantized_layers import quantized_weights
 from finetune.models.quantized_weights import dequantize_tensor, quantize_whole
-from finetune.models.weights import Slices, convert_to_parameters
+from finetune.models.weights import convert_to_parameters
 
 BASE_LAYER = ".base_layer."  # peft's name for the layer that an adapter wraps
 

@@ -50,11 +50,11 @@ from finetune.export.values import (
     make_dequantizer,
 )
 from finetune.export.write import Digests, Weights, ignore
-from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_files, read_header
+from finetune.files.tensors import SINGLE_FILE, HeaderEntry, Slices, read_files, read_header
 from finetune.models.carried import make_carried_filter
 from finetune.models.load import auto_class_of
 from finetune.models.lora import inject_adapters, remake_indices
-from finetune.models.weights import Slices, boxes_of_parameters
+from finetune.models.weights import boxes_of_parameters
 from finetune.units import counted
 
 # How much of a file is read before it is opened again. safetensors reads through a memory map,

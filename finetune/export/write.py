@@ -16,7 +16,7 @@ from torch import Tensor
 from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
-from finetune.distributed.model_parts import Values
+from finetune.distributed.model_parts import Slices, Values
 from finetune.errors import UserError, progress_bar
 from finetune.export.base_account import NOTHING_CARRIED, BaseAccount, plan_carried
 from finetune.export.merge_choice import MergeChoice
@@ -43,7 +43,7 @@ from finetune.export.values import (
 from finetune.export.vllm_names import name_for_vllm
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header_bytes, read_slice
-from finetune.models.weights import BoxedTensor, Slices
+from finetune.models.weights import BoxedTensor
 from finetune.units import read_size
 
 SYNC_BYTES = 64 * 1024 * 1024  # a part: as much as is written before the disk is waited for

@@ -87,36 +87,16 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ComputedPart(StoredPart):
-    """A part of a tensor whose values are computed from the files, such as by dequantization.
-
-    The part is a box of a computed tensor, perhaps with dimensions of size 1 removed or added.
-    `position` has no meaning here.
-    """
-
-    read: ReadSlice  # computes slices of the computed tensor
-    begin: Shape  # index of the part's first element in the computed tensor
-    # for each dimension of the part, the dimension of the computed tensor; None: an added dimension
-    axes: tuple[int | None, ...]
-
-    def read_box(self, inside: Box) -> Tensor:
-        """Computes the elements `inside`, a box whose indices count from the part's beginning."""
-        # a dimension of the computed tensor that the part does not have is read at one index
-        bounds = [slice(start, start + 1) for start in self.begin]
-        for axis, (start, stop) in zip(self.axes, inside, strict=True):
-            if axis is not None:
-                bounds[axis] = slice(self.begin[axis] + start, self.begin[axis] + stop)
-        return self.read(tuple(bounds)).reshape([stop - start for start, stop in inside])
-
-
-@dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk. The `parts` hold every element exactly once."""
+    """A tensor on disk. The `parts` hold every element exactly once, unless it is computed."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
     parts: tuple[StoredPart, ...]
+    # Computes slices, none of them empty, from other tensors, such as by dequantization; `parts`
+    # are then those of these tensors. None: the values are read as they lie in the files.
+    compute: ReadSlice | None = None
 
     @property
     def byte_count(self) -> int:
@@ -191,6 +171,10 @@ def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> Tensor:
     box: Box = tuple((start, max(start, stop)) for start, stop, _ in bounds)
     box += tuple((0, length) for length in tensor.shape[len(box) :])
     result = torch.empty([stop - start for start, stop in box], dtype=tensor.dtype)
+    if tensor.compute is not None:
+        if result.numel():
+            result = tensor.compute(tuple(slice(start, stop) for start, stop in box))
+        return result.to(tensor.dtype).contiguous()
     for part in tensor.parts:
         common = _intersect(part.box, box)
         if common is None:
@@ -212,9 +196,6 @@ def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: Tens
 
     Raises `UserError` if the file cannot be read or is too short.
     """
-    if isinstance(part, ComputedPart):
-        result.copy_(part.read_box(inside))
-        return
     try:
         descriptor = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         try:

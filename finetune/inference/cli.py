@@ -431,7 +431,7 @@ def _answer_all(
         for speaker in speakers:
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
-            write = _write_nothing if as_json else write_piece
+            write = (lambda _: None) if as_json else write_piece
             try:
                 answered = answer(speaker.chat.model, prompt, sampling, write)
             except UserError as error:  # of this prompt: it may be too long, for example
@@ -454,10 +454,6 @@ def _answer_all(
         if as_json:
             print(write_json_line({"messages": prompt.messages, "answers": answers}), flush=True)
     return exit_code
-
-
-def _write_nothing(_: str) -> None:
-    """Takes the pieces of an answer that is printed as JSON."""
 
 
 def _log(line: str) -> None:

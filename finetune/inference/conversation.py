@@ -2,7 +2,6 @@
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from finetune.data.tokenizer import (
     read_parts,
 )
 from finetune.distributed.model_parts import has_scores
-from finetune.errors import UserError, print_styled
+from finetune.errors import UserError, on_one_line, print_styled
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.inputs import check_utf8, make_question, system_message, user_message
 from finetune.models.vision import with_read_tiles
@@ -54,7 +53,6 @@ class Answer:
 
     text: str
     tokens: int  # 0 for scores
-    seconds: float
     is_cut: bool = False  # at max_new_tokens, or at the model's limit
     # the tokens that the model can read, if they leave less room than max_new_tokens; else None
     limit: int | None = None
@@ -96,7 +94,6 @@ def answer(
             f"{limit:,} at most"
         )
     streamer = _PieceWriter(model.tokenizer, write)
-    started = time.monotonic()
     with interruptible() as interrupted:
         options = _make_generate_options(model, sampling)
         options["max_new_tokens"] = room
@@ -106,7 +103,6 @@ def answer(
     return Answer(
         text=streamer.text,
         tokens=len(new_ids),
-        seconds=time.monotonic() - started,
         is_cut=len(new_ids) >= room and new_ids[-1] not in find_end_ids(model),
         limit=limit if room < sampling.max_new_tokens else None,
         is_interrupted=interrupted.is_set(),
@@ -142,9 +138,8 @@ def _generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), **inputs, **options
             )
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it"
+            f"{model.name}: {GENERATION_FILE}: cannot be used: {on_one_line(error)}; correct it"
         ) from None
     except torch.OutOfMemoryError:
         raise UserError(
@@ -198,7 +193,6 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
 
     write: Called with the whole text.
     """
-    started = time.monotonic()
     ids = torch.tensor([input_ids], device=model.model.device)
     with model.computing(), torch.inference_mode():
         scores = model.model(input_ids=ids).logits[0].float()
@@ -212,7 +206,7 @@ def _score(model: InferenceModel, input_ids: list[int], write: Callable[[str], o
     order = scores.argsort(descending=True).tolist()
     text = "  ".join(f"{names[index]} {float(scores[index]):.4f}" for index in order)
     write(text)
-    return Answer(text=text, tokens=0, seconds=time.monotonic() - started)
+    return Answer(text=text, tokens=0)
 
 
 def find_end_ids(model: InferenceModel) -> list[int]:

@@ -433,25 +433,19 @@ def _as_user_error(name: str, loaded_part: str, revision: str | None = None) -> 
     try:
         yield
     except Exception as error:
-        raise _describe_failure(name, revision, loaded_part, error) from None
-
-
-def _describe_failure(
-    name: str, revision: str | None, loaded_part: str, error: Exception
-) -> UserError:
-    """Makes the `UserError` of `_as_user_error`. It names a damaged file if there is one."""
-    if not Path(name).exists():
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        return hub_error(name, cause, what=loaded_part, revision=revision)
-    damage = _find_damage(Path(name))
-    if damage is None:
-        return UserError(f"{name}: {loaded_part} cannot be loaded: {on_one_line(error)}")
-    run = Path(name).parent
-    if not (run / "checkpoints").is_dir():
-        return UserError(str(damage))
-    return UserError(
-        f"{damage}, or export it again: finetune export {run} --output {name} --overwrite"
-    )
+        if not Path(name).exists():
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+            raise hub_error(name, cause, what=loaded_part, revision=revision) from None
+        damage = _find_damage(Path(name))
+        if damage is None:
+            raise UserError(
+                f"{name}: {loaded_part} cannot be loaded: {on_one_line(error)}"
+            ) from None
+        run = Path(name).parent
+        again = ""
+        if (run / "checkpoints").is_dir():
+            again = f", or export it again: finetune export {run} --output {name} --overwrite"
+        raise UserError(f"{damage}{again}") from None
 
 
 def _find_damage(folder: Path) -> UserError | None:

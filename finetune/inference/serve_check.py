@@ -312,7 +312,6 @@ class GreedyAnswer:
 class Comparison:
     """The comparison of the answers to one prompt. Returned by `compare`."""
 
-    line: str  # for the user
     is_same: bool  # True also if the answers part at a near tie
     # The largest difference between log-probabilities; nan if the server gives none.
     difference: float  # over the tokens of the answer before the answers differ
@@ -453,7 +452,6 @@ def compare(
             is_same = False
     print(f"{model.tokenizer.decode(expected.ids)[-40:]!r}: {line}")
     return Comparison(
-        line,
         is_same,
         difference=_find_difference(expected.logprobs[:first_different], _read_logprobs(choice)),
         prompt_difference=_find_difference(expected.prompt_logprobs, prompt_logprobs),
@@ -529,11 +527,9 @@ def _ask_transformers(
     end_ids = find_end_ids(model)
     if tokens and tokens[-1] in end_ids:  # servers do not show it
         tokens = tokens[:-1]
-    best_two = [
-        torch.log_softmax(logits[0].float(), -1).topk(2)
-        for logits in generated.logits[: len(tokens)]
-    ]
-    best_two_logprobs = [each.values for each in best_two]
+    table = torch.log_softmax(torch.cat(generated.logits)[: len(tokens)].float(), -1)
+    best_two = table.topk(2)  # [tokens, 2]
+    best, second = best_two.values.unbind(1)
     # The server adds BOS to a text if the tokenizer does.
     bos = model.tokenizer.bos_token_id
     adds_bos = bos is not None and model.tokenizer.encode("a", add_special_tokens=True)[:1] == [bos]
@@ -544,9 +540,9 @@ def _ask_transformers(
         prompt_logprobs=prompt_table.gather(1, input_ids[0, 1:, None])[:, 0].tolist(),
         tokens=tokens,
         text=model.tokenizer.decode(tokens),
-        logprobs=[float(best) for best, _ in best_two_logprobs],
-        leads=[float(best - second) for best, second in best_two_logprobs],
-        second_best=[int(each.indices[1]) for each in best_two],
+        logprobs=best.tolist(),
+        leads=(best - second).tolist(),
+        second_best=best_two.indices[:, 1].tolist(),
     )
 
 

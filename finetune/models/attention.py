@@ -244,8 +244,9 @@ def _find_chunk(attention: Any) -> int | None:
     """
     config = getattr(attention, "config", None)
     types = getattr(config, "layer_types", None) or ()
-    is_chunked = "chunked_attention" in types and types[attention.layer_idx] == "chunked_attention"
-    return config.attention_chunk_size if config is not None and is_chunked else None
+    if "chunked_attention" in types and types[attention.layer_idx] == "chunked_attention":
+        return attention.config.attention_chunk_size  # type: ignore[no-any-return]
+    return None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the collectives are no part of a compiled layer

@@ -57,6 +57,11 @@ class RowDocuments:
     # attention is causal
     visible: Tensor | None = None
 
+    def list_lengths(self) -> list[int]:
+        """Lists the tokens of each document of the one packed row."""
+        assert self.boundaries is not None
+        return list(self.lengths or self.boundaries.diff().tolist())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Continued:
@@ -364,20 +369,8 @@ def _attend_both_ways(
     if _can_use_varlen(query, value, options):
         boundaries = documents.boundaries, documents.longest
         return _attend_varlen(query, key, value, *boundaries, options, is_causal=False)
-    out: Tensor = _attend_each_both_ways(query, key, value, documents, options)
+    out: Tensor = _attend_each_document(query, key, value, documents, options)
     return out
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
-def _attend_each_both_ways(
-    query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
-) -> Tensor:
-    """Does `_attend_both_ways` for one packed row, one document after another."""
-    assert documents.boundaries is not None
-    lengths = list(documents.lengths or documents.boundaries.diff().tolist())
-    states = [torch.split(tensor, lengths, 2) for tensor in (query, key, value)]
-    attended = [_attend_all(q, k, v, options) for q, k, v in zip(*states, strict=True)]
-    return torch.cat([output.transpose(1, 2) for output in attended], dim=1)
 
 
 def attend_from(
@@ -414,7 +407,7 @@ def attend_from(
         documents = RowDocuments(boundaries, tokens, (tokens,))
     if chunk is not None:
         documents = cut_documents(documents, chunk)
-    lengths = documents.lengths or tuple(boundaries.diff().tolist())
+    lengths = documents.list_lengths()
     spans = [
         (stop - length, stop) for length, stop in zip(lengths, accumulate(lengths), strict=True)
     ]
@@ -462,9 +455,10 @@ def repeat_continued(states: Tensor, documents: RowDocuments) -> Tensor:
 def cut_documents(documents: RowDocuments, chunk: int) -> RowDocuments:
     """Cuts each document of a packed row into documents of at most `chunk` tokens."""
     assert documents.boundaries is not None
-    lengths = documents.lengths or documents.boundaries.diff().tolist()
     pieces = tuple(
-        min(chunk, length - start) for length in lengths for start in range(0, length, chunk)
+        min(chunk, length - start)
+        for length in documents.list_lengths()
+        for start in range(0, length, chunk)
     )
     boundaries = (
         torch.tensor((0, *pieces), device=documents.boundaries.device).cumsum(0).to(torch.int32)
@@ -544,8 +538,11 @@ def _attend_each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
     """Does `attend_documents` for one packed row, one document after another."""
-    assert documents.boundaries is not None
-    lengths = list(documents.lengths or documents.boundaries.diff().tolist())
+    lengths = documents.list_lengths()
+    if documents.visible is not None:
+        states = [torch.split(tensor, lengths, 2) for tensor in (query, key, value)]
+        attended = [_attend_all(q, k, v, options) for q, k, v in zip(*states, strict=True)]
+        return torch.cat([output.transpose(1, 2) for output in attended], dim=1)
     if documents.continued is None:
         key_counts = lengths
     else:

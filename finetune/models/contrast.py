@@ -18,15 +18,12 @@ from finetune.models.cross_entropy import LossHead
 
 
 def head_states(
-    _head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
+    _head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor
 ) -> Tensor:
     """Returns the head's inputs at the trained positions, [positions, hidden]; a `HeadFunction`.
 
-    They are already multiplied by the head's `input_scale`, which does not change cosines. Without
-    `trained_positions` they are those at all positions.
+    They are already multiplied by the head's `input_scale`, which does not change cosines.
     """
-    if trained_positions is None:
-        return hidden
     return hidden[trained_positions]
 
 

@@ -31,11 +31,11 @@ from finetune.models.loss_chunks import (
 )
 from finetune.models.vision import forward_with_images
 
-HeadFunction = Callable[["LossHead", Tensor, Tensor, Tensor | None], Tensor]
+HeadFunction = Callable[["LossHead", Tensor, Tensor, Tensor], Tensor]
 """Computes what the model returns in place of the loss, inside the head's forward.
 
 Arguments: the head, hidden [tokens, hidden], labels int64[tokens], and trained_positions
-int64[trained tokens] or None.
+int64[trained tokens].
 """
 
 
@@ -69,59 +69,52 @@ def linear_cross_entropy(
     else:
         ids = labels[trained_positions]
 
-    def compute(
-        trained_states: Tensor, weight: Tensor, adapter_b: Tensor | None
-    ) -> tuple[Tensor, Gradients]:
-        computed = compute_in_chunks(
-            trained_states, weight, product.bias, ids, chunks, needs_grad, adapter_b=adapter_b
-        )
+    def compute(trained: HeadProduct) -> tuple[Tensor, Gradients]:
+        computed = compute_in_chunks(trained, ids, chunks, needs_grad)
         return computed.loss, computed.gradients
 
-    *operands, _shard = product
-    loss: Tensor = HeadLoss.apply(*operands, trained_positions, compute)  # type: ignore[no-untyped-call]
+    loss: Tensor = HeadLoss.apply(*product, trained_positions, compute)  # type: ignore[no-untyped-call]
     return loss
 
 
-def weigh_losses(weights: Tensor, parts: int = 1) -> HeadFunction:
-    """Makes a `HeadFunction` that multiplies the loss of each token by its weight.
+def sum_weighted_losses(
+    head: "LossHead",
+    hidden: Tensor,
+    labels: Tensor,
+    positions: Tensor | None,
+    weights: Tensor,
+    parts: int = 1,
+) -> Tensor:
+    """Sums the losses of tokens, each multiplied by its weight; a `HeadFunction` for some weights.
 
     Args:
+        head: The output head.
+        hidden: [tokens, hidden].
+        labels: int64[tokens].
+        positions: int64[trained tokens], into the tokens; None: all tokens.
         weights: fp32[tokens].
-        parts: How many equal parts the head's tokens consist of, for the log.
+        parts: How many equal parts the trained tokens consist of, for the log.
 
     Returns:
-        A function that returns fp32[1 + parts]: the weighted loss, which alone has gradients, and
-        the sum of the losses of each part without weights.
+        fp32[1 + parts]: the weighted loss, which alone has gradients, and the sum of the losses of
+        each part without weights.
     """
+    product = head.prepare(hidden)
+    needs_grad = product.needs_grad()
+    chunks = head.chunk_options()
+    if positions is not None:
+        labels = labels[positions]
+        weights = weights[positions]
 
-    def compute_loss(
-        head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
-    ) -> Tensor:
-        product = head.prepare(hidden)
-        needs_grad = product.needs_grad()
-        chunks = head.chunk_options(product)
-        if positions is None:
-            ids = labels
-            token_weights = weights
-        else:
-            ids = labels[positions]
-            token_weights = weights[positions]
+    def compute(trained: HeadProduct) -> tuple[Tensor, Gradients]:
+        computed = compute_in_chunks(trained, labels, chunks, needs_grad, weights)
+        losses = -computed.log_probabilities
+        weighted_loss = (losses * weights).sum(0, keepdim=True)
+        part_losses = losses.view(parts, -1).sum(1)
+        return torch.cat([weighted_loss, part_losses]), computed.gradients
 
-        def compute(
-            trained_states: Tensor, weight: Tensor, adapter_b: Tensor | None
-        ) -> tuple[Tensor, Gradients]:
-            tensors = trained_states, weight, product.bias, ids
-            computed = compute_in_chunks(*tensors, chunks, needs_grad, token_weights, adapter_b)
-            losses = -computed.log_probabilities
-            weighted_loss = (losses * token_weights).sum(0, keepdim=True)
-            part_losses = losses.view(parts, -1).sum(1)
-            return torch.cat([weighted_loss, part_losses]), computed.gradients
-
-        *operands, _shard = product
-        sums: Tensor = HeadLoss.apply(*operands, positions, compute)  # type: ignore[no-untyped-call]
-        return sums
-
-    return compute_loss
+    sums: Tensor = HeadLoss.apply(*product, positions, compute)  # type: ignore[no-untyped-call]
+    return sums
 
 
 class LossHead(nn.Module):
@@ -156,19 +149,20 @@ class LossHead(nn.Module):
         Args:
             hidden: [..., hidden].
             labels: int64[...]; None: the logits are returned, [..., vocabulary].
-            trained_positions: As in `linear_cross_entropy`.
+            trained_positions: As in `linear_cross_entropy`; for `head_function`, None: all tokens.
             head_function: Computes what is returned; None: the loss is, an fp32 scalar.
         """
         if labels is None:
             return self.compute_logits(hidden)
+        hidden = hidden.flatten(0, -2)
+        labels = labels.flatten()
         if head_function is not None:
-            return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
-        product = self.prepare(hidden.flatten(0, -2))
+            if trained_positions is None:
+                trained_positions = torch.arange(len(labels), device=labels.device)
+            return head_function(self, hidden, labels, trained_positions)
+        product = self.prepare(hidden)
         return linear_cross_entropy(
-            product,
-            labels.flatten(),
-            self.chunk_options(product),
-            trained_positions=trained_positions,
+            product, labels, self.chunk_options(), trained_positions=trained_positions
         )
 
     def prepare(self, hidden: Tensor) -> HeadProduct:
@@ -199,13 +193,10 @@ class LossHead(nn.Module):
         """Multiplies the trunk's output by `input_scale`."""
         return hidden if self.input_scale == 1.0 else hidden * self.input_scale
 
-    def chunk_options(self, product: HeadProduct) -> ChunkOptions:
+    def chunk_options(self) -> ChunkOptions:
         """Returns how the loss is computed; outside of training without smoothing and weights."""
         options = ChunkOptions(
-            self.logits,
-            trains_head=self.is_trained,
-            shard=product.shard,
-            function=self.chunk_function,
+            self.logits, trains_head=self.is_trained, function=self.chunk_function
         )
         if not self.training:
             return options

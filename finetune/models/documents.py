@@ -145,11 +145,9 @@ def _choose_implementation(implementation: str, trunk: Any, family: Family) -> s
         return "sdpa" if has_sdpa else "eager"
     if implementation == "auto":
         activate_fastest_kernels()
-    elif implementation in FLASH_PACKAGES:
-        is_active = activate_flash_kernels(implementation)
-        if is_active:
-            return "auto"
-        # The package is not installed; transformers may get its kernels from the hub.
+    # If the package is not installed, transformers may get its kernels from the hub.
+    elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
+        return "auto"
     return implementation
 
 

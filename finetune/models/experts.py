@@ -445,8 +445,8 @@ def quantize_experts(
             setattr(module, name, weight)
             added |= {f"{path}.{name}.{CODES}", f"{path}.{name}.{SCALES}"}
         if frozen:
-            adapters = bypass_adapters(model, module)
-            module.forward = _QuantizedExperts(module, adapters).forward
+            compute = partial(_compute_quantized, module, bypass_adapters(model, module))
+            module.forward = partial(recompute_dequantized, module, compute)
     return frozenset(added)
 
 
@@ -483,23 +483,11 @@ def recompute_dequantized(module: nn.Module, compute: Callable[..., Any], *input
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-class _QuantizedExperts:
-    """The forward of a layer of experts with quantized weights and peft's adapters on them."""
-
-    def __init__(self, module: nn.Module, adapters: Sequence[Any]) -> None:
-        self.module = module
-        self.adapters = adapters
-
-    def forward(self, *inputs: Any) -> Any:
-        return recompute_dequantized(self.module, self.compute, *inputs)
-
-    def compute(self, *inputs: Any) -> Any:
-        """Dequantizes the weights and computes the experts."""
-        weights = collect_weights(self.module)
-        num_experts: int = self.module.num_experts  # type: ignore[assignment]
-        return compute_experts(
-            self.module, weights, num_experts, *inputs, factors=find_factors(self.adapters)
-        )
+def _compute_quantized(module: nn.Module, adapters: Sequence[Any], *inputs: Any) -> Any:
+    """Runs a layer of experts with dequantized weights and the factors of its adapters."""
+    num_experts: int = module.num_experts  # type: ignore[assignment]
+    weights = collect_weights(module)
+    return compute_experts(module, weights, num_experts, *inputs, factors=find_factors(adapters))
 
 
 def divide_experts(model: nn.Module, world: World) -> None:

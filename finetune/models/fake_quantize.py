@@ -6,8 +6,7 @@ one that the export quantizes: under LoRA the base with the adapter merged into 
 again in the backward instead of being kept, so that a layer keeps no more than a plain one.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -16,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.config.module_names import is_adapter
 from finetune.config.quantization import SCHEMES
 from finetune.config.schema import QuantizationAware
 from finetune.constants import ADAPTER_NAME
-from finetune.distributed.model_parts import head_modules, product_dtype, text_modules
+from finetune.distributed.model_parts import product_dtype, text_linears
 from finetune.errors import UserError
 
 
@@ -33,6 +31,10 @@ class Rounding:
 
     inputs: Callable[[Tensor], Tensor] | None  # None: inputs are not rounded
     weight: Callable[[Tensor], Tensor]
+
+    def round_inputs(self, inputs: Tensor) -> Tensor:
+        """Rounds the inputs, if the scheme rounds inputs."""
+        return inputs if self.inputs is None else self.inputs(inputs)
 
 
 def _make_torchao_config(keys: QuantizationAware) -> Any:
@@ -61,17 +63,11 @@ def find_quantizable(model: Any) -> dict[str, nn.Linear]:
 
     They are those of the language model, without the output head and adapters.
     """
-    head = head_modules(model)
-    quantizable = {}
-    for name, module in text_modules(model):
-        if not isinstance(module, nn.Linear) or type(module) not in (
-            nn.Linear,
-            FakeQuantizedLinear,
-        ):
-            continue
-        if module not in head and not is_adapter(f"{name}.weight"):
-            quantizable[name] = module
-    return quantizable
+    return {
+        name: layer
+        for name, layer in text_linears(model)
+        if type(layer) in (nn.Linear, FakeQuantizedLinear)
+    }
 
 
 def fake_quantize(model: nn.Module, keys: QuantizationAware) -> int:
@@ -242,31 +238,15 @@ def round_from_step(model: nn.Module, keys: QuantizationAware, step: int) -> Non
                 module.is_rounded = step >= keys.fake_quant_after_n_steps
 
 
-@contextmanager
-def unrounded(model: nn.Module) -> Iterator[None]:
-    """Turns rounding off in this block, in which outputs are compared.
-
-    Rounding can make a difference in the last bit a whole step of a number's scale.
-    """
-    layers = [module for module in model.modules() if isinstance(module, FakeQuantizedLinear)]
-    were_rounded = [layer.is_rounded for layer in layers]
-    for layer in layers:
-        layer.is_rounded = False
-    try:
-        yield
-    finally:
-        for layer, was_rounded in zip(layers, were_rounded, strict=True):
-            layer.is_rounded = was_rounded
-
-
 class FakeQuantizedLinear(nn.Linear):
     """A linear layer with the parameters of a plain one, which rounds while `is_rounded`."""
 
     rounding: Rounding
     is_rounded: bool
+    is_exact = False  # does not round even so; `without_rounding` of models/probe.py sets it
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        if not self.is_rounded:
+        if not self.is_rounded or self.is_exact:
             return super().forward(input)
         adapter_scale = 1.0  # there is no adapter
         return self.multiply(input.to(product_dtype(input)), adapter_scale, self.weight)
@@ -286,7 +266,7 @@ class FakeQuantizedLinear(nn.Linear):
         dtype = product_dtype(inputs)
         if torch.compiler.is_compiling():  # the compiler decides what is kept for the backward
             rounded_weight = self.rounding.weight(_merge(weights, scale, dtype))
-            product = F.linear(_round_inputs(self.rounding, inputs.to(dtype)), rounded_weight)
+            product = F.linear(self.rounding.round_inputs(inputs.to(dtype)), rounded_weight)
         else:
             product = _RoundedProduct.apply(self.rounding, dtype, scale, inputs, *weights)  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(dtype)
@@ -304,12 +284,12 @@ def _make_adapted_class() -> type[nn.Module]:
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
             # Other calls, such as those with the adapter off, are left to peft.
             is_usual = not (arguments or keys or self.disable_adapters or self.merged)
-            if not is_usual or not self.base_layer.is_rounded:
+            base: FakeQuantizedLinear = self.base_layer
+            if not is_usual or not base.is_rounded or base.is_exact:
                 output: Tensor = super().forward(x, *arguments, **keys)
                 return output
             a = self.lora_A[ADAPTER_NAME].weight
             b = self.lora_B[ADAPTER_NAME].weight
-            base: FakeQuantizedLinear = self.base_layer
             return base.multiply(x, self.scaling[ADAPTER_NAME], base.weight, a, b)
 
     return RoundedLinear
@@ -332,13 +312,6 @@ def _merge(weights: tuple[Tensor, ...], scale: float, dtype: torch.dtype) -> Ten
     return (weight.float() + scale * (b.float() @ a.float())).to(dtype)
 
 
-def _round_inputs(rounding: Rounding, inputs: Tensor) -> Tensor:
-    """Rounds the inputs, if the scheme rounds inputs."""
-    if rounding.inputs is None:
-        return inputs
-    return rounding.inputs(inputs)
-
-
 class _RoundedProduct(torch.autograd.Function):
     """Multiplies rounded inputs [..., in] by the rounded weight [out, in]: [..., out].
 
@@ -358,7 +331,7 @@ class _RoundedProduct(torch.autograd.Function):
         ctx.save_for_backward(inputs, *weights)
         with torch.autocast(inputs.device.type, enabled=False):
             rounded_weight = rounding.weight(_merge(weights, scale, dtype))
-            return F.linear(_round_inputs(rounding, inputs.to(dtype)), rounded_weight)
+            return F.linear(rounding.round_inputs(inputs.to(dtype)), rounded_weight)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -370,7 +343,7 @@ class _RoundedProduct(torch.autograd.Function):
         inputs, *weights = leaves
         with torch.autocast(gradient.device.type, enabled=False):
             with torch.enable_grad():  # from the leaves to what was multiplied
-                rounded_inputs = _round_inputs(rounding, inputs.to(dtype))
+                rounded_inputs = rounding.round_inputs(inputs.to(dtype))
                 rounded_weight = rounding.weight(_merge(tuple(weights), scale, dtype))
             rows = gradient.reshape(-1, gradient.shape[-1]).to(dtype)
             factors = []  # those of the product that need a gradient

@@ -5,8 +5,6 @@ The layers' weights keep their names, dtypes and values: the forward casts them.
 Imports torchao, so import this module only where an Accelerate file asks for FP8.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -24,8 +22,7 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from finetune.config.layout import Sharding, gathers_fp8, is_multiplied_in_fp8
-from finetune.config.module_names import is_adapter
-from finetune.distributed.model_parts import head_modules, product_dtype, text_modules
+from finetune.distributed.model_parts import product_dtype, text_linears
 
 
 class Fp8Linear(Float8Linear):  # type: ignore[misc]
@@ -33,7 +30,8 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
     costs less memory and time.
     """
 
-    # Multiplies in the compute dtype. The weight may still be rounded: FSDP may gather it in FP8.
+    # Whether it multiplies in the compute dtype; `without_rounding` of models/probe.py sets it. The
+    # weight may still be rounded: FSDP may gather it in FP8.
     is_exact = False
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -140,14 +138,10 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
         The number of layers that multiply in FP8.
     """
     assert sharding.fp8 is not None
-    head = head_modules(model)
-    linears = [
-        (name, module)
-        for name, module in text_modules(model)
-        if isinstance(module, nn.Linear) and module not in head and not is_adapter(f"{name}.weight")
-    ]
     chosen = {
-        name for name, linear in linears[1:] if is_multiplied_in_fp8(tuple(linear.weight.shape))
+        name
+        for name, linear in text_linears(model)[1:]
+        if is_multiplied_in_fp8(tuple(linear.weight.shape))
     }
     convert_to_float8_training(
         model, module_filter_fn=lambda _, name: name in chosen, config=_make_config(sharding)
@@ -191,20 +185,3 @@ def keep_scales_current(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     One all-reduce finds the scales of all weights, so the all-gathers need none of their own.
     """
     optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
-
-
-@contextmanager
-def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Makes `model` multiply in its compute dtype within the block.
-
-    The probe compares tokens of two forwards, and one FP8 scale for all tokens makes a token's
-    output depend on the other tokens.
-    """
-    layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
-    for layer in layers:
-        layer.is_exact = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.is_exact = False

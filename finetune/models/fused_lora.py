@@ -9,7 +9,7 @@ from torch import Tensor, library, nn
 
 from finetune.constants import ADAPTER_NAME
 from finetune.distributed.model_parts import product_dtype
-from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_parameters
+from finetune.models.quantized_layers import Form, QuantizedLinear, dequantize_bytes
 
 # Names of layers in one module to which transformers' code gives the same input.
 SHARED_INPUTS = (
@@ -132,11 +132,10 @@ class _LayerTensors(NamedTuple):
     scales: Any  # of a quantized weight; None if it is stored plain
 
 
-TENSOR_NAMES = [*_LayerTensors.__annotations__]
-LAYER_TENSORS = len(TENSOR_NAMES)  # tensors of one layer
+LAYER_TENSORS = len(_LayerTensors.__annotations__)  # tensors of one layer
 # Where the A and the B of every layer are in the flat list of all layers' tensors.
-ALL_A = slice(TENSOR_NAMES.index("a"), None, LAYER_TENSORS)
-ALL_B = slice(TENSOR_NAMES.index("b"), None, LAYER_TENSORS)
+ALL_A = slice(0, None, LAYER_TENSORS)
+ALL_B = slice(1, None, LAYER_TENSORS)
 BEFORE_TENSORS = 2  # arguments of `_LoraLinears` before the tensors: the input and the forms
 
 
@@ -329,10 +328,11 @@ def _restore_weight(
             result depends on it: it keeps torch.compile from merging this dequantization with the
             forward's, and from keeping the dequantized weight between them.
     """
+    weight: Tensor
     if form.quantized is None:
-        weight: Tensor = layer.weight.to(form.dtype)
-        return weight
-    assert layer.scales is not None
-    return dequantize_parameters(
-        layer.weight, layer.scales, form.quantized, form.dtype, grad_output
-    )
+        weight = layer.weight.to(form.dtype)
+    else:
+        weight = dequantize_bytes(
+            layer.weight, layer.scales, *form.quantized, form.dtype, grad_output
+        )
+    return weight

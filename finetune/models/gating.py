@@ -150,8 +150,7 @@ def _find_split(kind: type[nn.Module]) -> Split | None:
         if isinstance(node, ast.Name) and node.id == input_argument.arg:
             node.id = "x"
     body = "\n".join(ast.unparse(statement) for statement in forward.body)
-    # Python 3.10 prints this tuple with parentheses.
-    return SPLITS.get(body.replace("(gate, up_states)", "gate, up_states"))
+    return SPLITS.get(body)
 
 
 def _find_activation(module: Any) -> Activation | None:

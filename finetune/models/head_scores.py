@@ -26,9 +26,9 @@ DEFAULT_DEVIATION = 0.02
 
 
 def head_scores(
-    head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor | None
+    head: LossHead, hidden: Tensor, _labels: Tensor, trained_positions: Tensor
 ) -> Tensor:
-    """Computes the scores at the trained positions, or at all tokens if those are None.
+    """Computes the scores at the trained positions.
 
     It is a `HeadFunction`, for `model(..., head_function=head_scores)`.
 
@@ -38,10 +38,7 @@ def head_scores(
     Returns:
         fp32[trained positions, scores].
     """
-    if trained_positions is None:
-        states = hidden
-    else:
-        states = hidden[trained_positions]
+    states = hidden[trained_positions]
     return F.linear(states, head.weight.to(states.dtype), head.bias).float()
 
 

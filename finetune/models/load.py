@@ -503,11 +503,6 @@ def freeze_modules(model: nn.Module, keys: Model) -> None:
         parameter.requires_grad_(first_name in trained)
 
 
-def trains_tower(model: nn.Module) -> bool:
-    """Whether a part besides the language model is trained: a vision tower or a projector."""
-    return any(p.requires_grad for part in other_parts(unwrap(model)) for p in part.parameters())
-
-
 def count_parameters(model: Any) -> ModelSize:
     """Counts the parameters of an unsharded model. A tied parameter counts once."""
     parameters = dict(model.named_parameters())
@@ -665,7 +660,7 @@ class Teacher:
         states = self._compute_states(inputs)
 
         def diverge(
-            student_head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+            student_head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor
         ) -> Tensor:
             head: Any = head_of(self.model)
             with gathered(head):

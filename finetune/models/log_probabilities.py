@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
 from finetune.distributed.model_parts import product_dtype
+from finetune.distributed.tensor_parallel import VocabularyShard
 from finetune.models.cross_entropy import HeadFunction, LossHead
 from finetune.models.loss_chunks import (
     PLAIN,
@@ -30,11 +31,9 @@ from finetune.models.loss_chunks import (
     HeadProduct,
     LogitTransform,
     backward_in_chunks,
-    choose_chunk_tokens,
     compute_in_chunks,
     cross_entropy_gradient,
     label_log_probabilities,
-    multiply_by_head,
     scatter_rows,
     widen,
 )
@@ -44,10 +43,10 @@ def head_log_probabilities(
     head: LossHead,
     hidden: Tensor,
     labels: Tensor,
-    trained_positions: Tensor | None,
+    trained_positions: Tensor,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Computes the labels' log-probabilities at the trained positions, or at all tokens if None.
+    """Computes the labels' log-probabilities at the trained positions.
 
     It is a `HeadFunction`, for `model(..., head_function=head_log_probabilities)`.
 
@@ -57,13 +56,10 @@ def head_log_probabilities(
     Returns:
         fp32[trained positions].
     """
-    if trained_positions is None:
-        trained_positions = torch.arange(len(labels), device=labels.device)
     product = head.prepare(hidden)
     chunks = ChunkOptions(
         head.logits._replace(temperature=temperature),
         trains_head=head.is_trained,
-        shard=product.shard,
         function=head.chunk_function,
     )
     return linear_log_probabilities(product, labels, trained_positions, chunks)
@@ -87,7 +83,7 @@ def linear_log_probabilities(
         in fp32 or wider.
     """
     settings = labels, trained_positions, chunks, product.needs_grad()
-    log_probabilities: Tensor = _LinearLogProbabilities.apply(*product[:4], *settings)  # type: ignore[no-untyped-call]
+    log_probabilities: Tensor = _LinearLogProbabilities.apply(*product, *settings)  # type: ignore[no-untyped-call]
     return log_probabilities
 
 
@@ -104,6 +100,7 @@ class _LinearLogProbabilities(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         adapter_b: Tensor | None,
+        shard: VocabularyShard | None,
         labels: Tensor,
         positions: Tensor,
         chunks: ChunkOptions,
@@ -111,33 +108,28 @@ class _LinearLogProbabilities(torch.autograd.Function):
     ) -> Tensor:
         dtype = product_dtype(weight)
         hidden_needs_grad, *parameters_need_grad = needs_grad
+        product = HeadProduct(hidden, weight, bias, adapter_b, shard)
         with torch.autocast(hidden.device.type, enabled=False):
-            trained_hidden = hidden[positions].to(dtype)
+            trained = product.at(positions).to(dtype)
             ids = labels[positions]
             computed = compute_in_chunks(
-                trained_hidden,
-                weight.to(dtype),
-                bias,
-                ids,
-                chunks,
-                needs_grad=(hidden_needs_grad, False, False, False),
-                adapter_b=None if adapter_b is None else adapter_b.to(dtype),
+                trained, ids, chunks, needs_grad=(hidden_needs_grad, False, False, False)
             )
         # The parameters are saved uncast by autograd, so that FSDP has gathered them again when the
         # backward reads them.
         if any(parameters_need_grad):
-            ctx.save_for_backward(weight, bias, adapter_b, trained_hidden, ids, positions)
+            ctx.save_for_backward(weight, bias, adapter_b, trained.hidden, ids, positions)
         else:
             ctx.save_for_backward(None, None, None, None, ids, positions)
         ctx.grad_hidden, *_ = computed.gradients
-        ctx.options = (dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
+        ctx.options = (shard, dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
         return computed.log_probabilities
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = grad_outputs  # fp32[positions]
         weight, bias, adapter_b, trained_hidden, ids, positions = ctx.saved_tensors
-        dtype, shape, hidden_dtype, chunks, needs_grad = ctx.options
+        shard, dtype, shape, hidden_dtype, chunks, needs_grad = ctx.options
         prepared = ctx.grad_hidden
         ctx.grad_hidden = None
         grad_hidden = None
@@ -148,23 +140,21 @@ class _LinearLogProbabilities(torch.autograd.Function):
             grad_hidden = scatter_rows(scaled, positions, shape)
         if trained_hidden is not None:
             _, *parameters_need_grad = needs_grad
+            product = HeadProduct(trained_hidden, weight, bias, adapter_b, shard)
             with torch.autocast(upstream.device.type, enabled=False):
                 computed = compute_in_chunks(
-                    trained_hidden,
-                    weight.to(dtype),
-                    bias,
+                    product.to(dtype),
                     ids,
                     chunks,
                     needs_grad=(False, *parameters_need_grad),
                     token_weights=-upstream,
-                    adapter_b=None if adapter_b is None else adapter_b.to(dtype),
                 )
             _, *gradients = computed.gradients
             parameter_gradients = [
                 None if gradient is None else gradient.to(parameter.dtype)
                 for gradient, parameter in zip(gradients, (weight, bias, adapter_b), strict=True)
             ]
-        return grad_hidden, *parameter_gradients, None, None, None, None
+        return grad_hidden, *parameter_gradients, None, None, None, None, None
 
 
 def choose_label_head(targets: Tensor | None) -> HeadFunction:
@@ -180,11 +170,10 @@ def choose_label_head(targets: Tensor | None) -> HeadFunction:
         return head_log_probabilities
     ids = targets
 
-    def score(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
+    def score(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor) -> Tensor:
         product = head.prepare(hidden)
-        assert product.shard is None and positions is not None
-        at_positions = product._replace(hidden=product.hidden[positions])
-        return target_log_probabilities(at_positions, ids, ChunkOptions(head.logits))
+        assert product.shard is None
+        return target_log_probabilities(product.at(positions), ids, ChunkOptions(head.logits))
 
     return score
 
@@ -207,20 +196,19 @@ def target_log_probabilities(
     """
     device = product.hidden.device.type
     dtype = product_dtype(product.weight)
-    hidden, weight, bias, adapter_b = product.to(dtype)
+    cast = product.to(dtype)
 
     def score(states: Tensor, ids: Tensor) -> Tensor:
         with torch.autocast(device, enabled=False):
-            scores = multiply_by_head(states, weight, bias, adapter_b)
+            scores = cast._replace(hidden=states).scores()
             transformed, _ = chunks.logits.forward(scores)
             log_probs = _log_softmax(transformed, temperature=1.0)
         return log_probs.gather(1, ids.clamp(min=0)).masked_fill(ids == IGNORE_INDEX, 0.0)
 
-    trains_head = product.weight.requires_grad
-    chunk_tokens = chunks.tokens or choose_chunk_tokens(
-        product.weight, None, device, trains_head=trains_head
+    chunk_tokens = chunks._replace(trains_head=product.weight.requires_grad).choose_tokens(product)
+    pairs = zip(
+        torch.split(cast.hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True
     )
-    pairs = zip(torch.split(hidden, chunk_tokens), torch.split(targets, chunk_tokens), strict=True)
     scored_chunks = [
         checkpoint(score, *pair, use_reentrant=False, preserve_rng_state=False) for pair in pairs
     ]
@@ -234,11 +222,10 @@ def head_top(k: int) -> HeadFunction:
     first. An id below 2**24 is exact in fp32.
     """
 
-    def find(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
+    def find(head: LossHead, hidden: Tensor, _labels: Tensor, positions: Tensor) -> Tensor:
         product = head.prepare(hidden)
-        assert product.shard is None and positions is not None
-        at_positions = product._replace(hidden=product.hidden[positions])
-        states, weight, bias, adapter_b = at_positions.to(product_dtype(product.weight))
+        assert product.shard is None
+        states, weight, bias, adapter_b, _ = product.at(positions).to(product_dtype(product.weight))
         scores = TeacherScores(states, weight, bias, head.logits, adapter_b)
         ids, log_probs = find_top(scores, len(weight), k, temperature=1.0)
         log_probs_of_ids = log_probs[:, :-1]  # the last column is that of all other ids together
@@ -291,7 +278,7 @@ class TeacherScores:
         """
         parameters = (self.weight, self.bias, self.adapter_b)
         first_rows = (None if tensor is None else tensor[:rows] for tensor in parameters)
-        scores = multiply_by_head(self.hidden[chunk], *first_rows)  # type: ignore[arg-type]
+        scores = HeadProduct(self.hidden[chunk], *first_rows).scores()  # type: ignore[arg-type]
         logits, _ = self.logits.forward(scores)
         return _log_softmax(logits, temperature)
 
@@ -345,15 +332,10 @@ def find_top(scores: TeacherScores, rows: int, k: int, temperature: float) -> tu
 def head_divergence(teacher: TeacherScores | TopScores, options: DivergenceOptions) -> HeadFunction:
     """Makes a head function of a student that returns the three sums of `linear_divergence`."""
 
-    def diverge(head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
+    def diverge(head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         product = head.prepare(hidden)
         return linear_divergence(
-            product,
-            labels,
-            teacher,
-            options,
-            head.chunk_options(product),
-            trained_positions=positions,
+            product, labels, teacher, options, head.chunk_options(), trained_positions=positions
         )
 
     return diverge
@@ -394,9 +376,8 @@ def linear_divergence(
     else:
         ids = labels[trained_positions]
 
-    def compute(
-        trained_hidden: Tensor, weight: Tensor, adapter_b: Tensor | None
-    ) -> tuple[Tensor, Gradients]:
+    def compute(trained: HeadProduct) -> tuple[Tensor, Gradients]:
+        weight = trained.weight
         sums = torch.zeros(3, dtype=widen(weight.dtype), device=weight.device)
 
         def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
@@ -416,10 +397,9 @@ def linear_divergence(
                 return None
             return chunks.logits.backward(grad, capped)
 
-        tensors = trained_hidden, weight, product.bias, adapter_b
-        return sums, backward_in_chunks(*tensors, compute_chunk, chunk_tokens, needs_grad)
+        return sums, backward_in_chunks(trained, compute_chunk, chunk_tokens, needs_grad)
 
-    sums: Tensor = HeadLoss.apply(*product[:4], trained_positions, compute)  # type: ignore[no-untyped-call]
+    sums: Tensor = HeadLoss.apply(*product, trained_positions, compute)  # type: ignore[no-untyped-call]
     return sums
 
 

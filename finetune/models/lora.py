@@ -51,7 +51,7 @@ from finetune.distributed.model_parts import (
     has_other_parts,
     has_scores,
     head_of,
-    is_experts,
+    name_of,
     set_buffer,
     text_modules,
     text_names,
@@ -63,6 +63,7 @@ from finetune.files.json_files import load_json
 from finetune.files.tensors import StoredTensor, read, read_folder, read_slice
 from finetune.models.cross_entropy import LossHead, replicate
 from finetune.models.loss_chunks import HeadProduct
+from finetune.models.quantized_layers import list_expert_weights
 from finetune.units import counted
 
 POSITIONS = ("inv_freq", "embed_positions")  # how the names of RoPE's buffers end
@@ -79,7 +80,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
             names no part of the model; `oft_block_size` does not divide a layer's inputs; or peft
             could not open the adapter.
     """
-    head = next(name for name, module in model.named_modules() if module is head_of(model))
+    head = name_of(model, head_of(model))
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     unadaptable = find_family(trunk_of(model).config.model_type).unadaptable
     kinds = {find_name_suffix(name) for name in layers if _last_part(name) not in unadaptable}
@@ -87,7 +88,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         lora, layers, type(model).__name__, has_experts=bool(expert_modules(model))
     )
     names = [name for name, _ in model.named_parameters()]
-    refuse_other_parameters(lora.lora_target_parameters, _list_expert_parameters(model), names)
+    refuse_other_parameters(lora.lora_target_parameters, list_expert_weights(model), names)
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     cast_frozen(model, base_dtype)
     model.requires_grad_(False)
@@ -222,16 +223,6 @@ class AdaptedParameter:
     name: str  # in the base model
     shape: Shape  # [experts, out, in], or [out, in]
     is_transposed: bool  # whether `shape` is [experts, in, out] instead
-
-
-def _list_expert_parameters(model: nn.Module) -> list[str]:
-    """The names of the parameters that hold experts' matrices, [experts, out, in]."""
-    names = []
-    for path, module in model.named_modules():
-        if is_experts(module):
-            parameters = module.named_parameters(recurse=False)
-            names += [f"{path}.{name}" for name, parameter in parameters if parameter.dim() == 3]
-    return names
 
 
 def find_adapted_parameters(
@@ -377,9 +368,8 @@ def within_language_model(model: Any, config: Any) -> Any:
     """
     if not has_other_parts(model) or not config.target_modules:
         return config
-    names = {module: name for name, module in model.named_modules()}
-    trunk = names[trunk_of(model)]
-    head = names[head_of(model)]
+    trunk = name_of(model, trunk_of(model))
+    head = name_of(model, head_of(model))
     targets = "|".join(
         re.escape(target.removeprefix(f"{trunk}.")) for target in sorted(config.target_modules)
     )

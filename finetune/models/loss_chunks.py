@@ -21,21 +21,6 @@ from finetune.distributed.model_parts import product_dtype
 from finetune.distributed.tensor_parallel import VocabularyShard
 
 
-def choose_chunk_tokens(
-    weight: Tensor, shard: VocabularyShard | None, device_type: str, *, trains_head: bool
-) -> int:
-    """Chooses the tokens in a chunk of the loss, by the number of the head's rows on this rank.
-
-    If the head is sharded, all ranks choose alike, by the largest number of rows on any rank: they
-    communicate in every chunk.
-    """
-    if shard is None:
-        rows = weight.shape[0]
-    else:
-        rows = ceil_div(shard.rows, shard.group.size())
-    return loss_chunk_tokens(rows, device_type, trains_head=trains_head)
-
-
 class LogitTransform(NamedTuple):
     """What turns a head's scores into logits, before the softmax.
 
@@ -104,32 +89,35 @@ class HeadProduct(NamedTuple):
     # loss together. None: this rank has all rows.
     shard: VocabularyShard | None = None
 
-    def to(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """(hidden, weight, bias, adapter_b) in `dtype`."""
+    def at(self, positions: Tensor | slice) -> "HeadProduct":
+        """The product at these tokens alone."""
+        return self._replace(hidden=self.hidden[positions])
+
+    def to(self, dtype: torch.dtype) -> "HeadProduct":
+        """The product with its tensors in `dtype`."""
         bias = None if self.bias is None else self.bias.to(dtype)
         adapter_b = None if self.adapter_b is None else self.adapter_b.to(dtype)
-        return self.hidden.to(dtype), self.weight.to(dtype), bias, adapter_b
+        return HeadProduct(
+            self.hidden.to(dtype), self.weight.to(dtype), bias, adapter_b, self.shard
+        )
 
     def needs_grad(self) -> tuple[bool, ...]:
         """Which of the `Gradients` are needed now; none where torch records no gradients."""
-        return find_needed_gradients(*self[:4])
+        return tuple(
+            torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+            for tensor in self[:4]
+        )
 
-
-def multiply_by_head(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, adapter_b: Tensor | None
-) -> Tensor:
-    """Computes the scores [tokens, vocabulary] of a `HeadProduct`, whose tensors are of one dtype.
-
-    `hidden` has the columns of the adapter's inner product behind those of the states.
-    """
-    if adapter_b is None:
-        return F.linear(hidden, weight, bias)
-    width = weight.shape[1]
-    states = hidden[:, :width]
-    inner = hidden[:, width:]
-    scores = F.linear(states, weight, bias)
-    out = None if torch.is_grad_enabled() else scores  # autograd refuses `out`
-    return torch.addmm(scores, inner, adapter_b.t(), out=out)
+    def scores(self) -> Tensor:
+        """Computes the scores [tokens, vocabulary]. The tensors must be of one dtype."""
+        if self.adapter_b is None:
+            return F.linear(self.hidden, self.weight, self.bias)
+        width = self.weight.shape[1]
+        states = self.hidden[:, :width]
+        inner = self.hidden[:, width:]
+        scores = F.linear(states, self.weight, self.bias)
+        out = None if torch.is_grad_enabled() else scores  # autograd refuses `out`
+        return torch.addmm(scores, inner, self.adapter_b.t(), out=out)
 
 
 ChunkFunction = Callable[
@@ -178,16 +166,31 @@ class ChunkOptions(NamedTuple):
     """How a loss of a head's scores is computed chunk by chunk."""
 
     logits: LogitTransform = UNCHANGED
-    tokens: int | None = None  # in a chunk, at most; None: by `choose_chunk_tokens`
+    tokens: int | None = None  # in a chunk, at most; None: by the number of the head's rows
     # Whether the run trains the head. It is the same in a pass without gradients, so that chunks
     # have the same size there.
     trains_head: bool = True
     # The weight of the mean over the vocabulary, as torch's (Szegedy et al. 2016, section 7).
     label_smoothing: float = 0.0
-    shard: VocabularyShard | None = None  # see `HeadProduct`
     weigh: TokenWeights | None = None  # weights the loss and gradients of each token; None: by 1
     # Computes a chunk of an unsharded head, compiled; None: `compute_chunk` does.
     function: ChunkFunction | None = None
+
+    def choose_tokens(self, product: HeadProduct) -> int:
+        """Chooses the most tokens in a chunk.
+
+        If the head is sharded, all ranks choose alike, by the largest number of rows on any rank:
+        they communicate in every chunk.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        shard = product.shard
+        if shard is None:
+            rows = len(product.weight)
+        else:
+            rows = ceil_div(shard.rows, shard.group.size())
+        device_type = product.hidden.device.type
+        return loss_chunk_tokens(rows, device_type, trains_head=self.trains_head)
 
 
 PLAIN = ChunkOptions()
@@ -203,34 +206,28 @@ class Computed(NamedTuple):
 
 
 def compute_in_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    product: HeadProduct,
     labels: Tensor,
     chunks: ChunkOptions,
     needs_grad: tuple[bool, ...],
     token_weights: Tensor | None = None,
-    adapter_b: Tensor | None = None,
 ) -> Computed:
     """Computes the log-probabilities of `labels`, the loss, and the gradients that are needed.
 
     All ranks of a shard's group call it together.
 
     Args:
-        hidden, weight, bias, adapter_b: As `HeadProduct` has them. All but the bias are in the
-            dtype in which the products run.
+        product: In the dtype in which the products run.
         labels: int64[tokens], or IGNORE_INDEX.
         chunks: How the loss is computed.
         needs_grad: Which of the `Gradients` are computed.
         token_weights: fp32[tokens]: each token's gradient, but not its loss, is multiplied by its
             weight. None: by 1.
     """
-    wide = widen(weight.dtype)
-    shard = chunks.shard
+    hidden = product.hidden
+    wide = widen(hidden.dtype)
+    shard = product.shard
     function = chunks.function
-    chunk_tokens = chunks.tokens or choose_chunk_tokens(
-        weight, shard, hidden.device.type, trains_head=chunks.trains_head
-    )
     # The bias's gradient sums the scores' gradients over tokens, so these must not be rounded.
     _, _, bias_needs_grad, _ = needs_grad
     grad_dtype = None
@@ -271,8 +268,7 @@ def compute_in_chunks(
         loss -= weighted_log_probs.sum()
         return grad_scores
 
-    tensors = hidden, weight, bias, adapter_b
-    gradients = backward_in_chunks(*tensors, add_chunk, chunk_tokens, needs_grad)
+    gradients = backward_in_chunks(product, add_chunk, chunks.choose_tokens(product), needs_grad)
     grad_hidden, *_ = gradients
     if shard is not None and grad_hidden is not None:
         # Each rank has only what its own rows of the head add to this gradient.
@@ -281,10 +277,7 @@ def compute_in_chunks(
 
 
 def backward_in_chunks(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    adapter_b: Tensor | None,
+    product: HeadProduct,
     compute_chunk: Callable[[Tensor, slice], Tensor | None],
     chunk_tokens: int,
     needs_grad: tuple[bool, ...],
@@ -292,13 +285,14 @@ def backward_in_chunks(
     """Runs the head's forward and backward chunk by chunk, and returns the gradients.
 
     Args:
-        hidden, weight, bias, adapter_b: As `HeadProduct` has them.
+        product: In the dtype in which the products run.
         compute_chunk: Takes a chunk's scores [tokens of the chunk, vocabulary] and its slice of the
             tokens, and returns the gradient to these scores, or None. The gradient is in fp32 or
             wider if the bias needs one.
         chunk_tokens: The most tokens in a chunk.
         needs_grad: Which of the `Gradients` are computed.
     """
+    hidden, weight, bias, adapter_b, _shard = product
     hidden_needs_grad, weight_needs_grad, bias_needs_grad, b_needs_grad = needs_grad
     wide = widen(weight.dtype)
     width = weight.shape[1]  # the columns of `hidden` behind it are multiplied by the adapter's B
@@ -312,11 +306,10 @@ def backward_in_chunks(
     grad_b = None
     if b_needs_grad and adapter_b is not None:
         grad_b = torch.zeros_like(adapter_b, dtype=wide)
-    cast_bias = None if bias is None else bias.to(weight.dtype)
     chunk_tokens = _balance_chunks(len(hidden), chunk_tokens)
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        scores = multiply_by_head(hidden[chunk], weight, cast_bias, adapter_b)
+        scores = product.at(chunk).scores()
         grad_scores = compute_chunk(scores, chunk)
         if grad_scores is not None:
             if grad_bias is not None:
@@ -348,29 +341,29 @@ class HeadLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         adapter_b: Tensor | None,
+        shard: VocabularyShard | None,
         positions: Tensor | None,
-        compute: Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Gradients]],
+        compute: Callable[[HeadProduct], tuple[Tensor, Gradients]],
     ) -> Tensor:
         """Computes the loss, and its gradients for the backward.
 
         Args:
-            hidden, weight, bias, adapter_b: As `HeadProduct` has them.
+            hidden, weight, bias, adapter_b, shard: Those of a `HeadProduct`.
             positions: int64[trained positions], the tokens that have a loss; None: all tokens.
-            compute: Takes (hidden at `positions`, weight, B) in the dtype in which products run.
-                Returns (the loss, its gradients); in place of the loss it may return several sums,
+            compute: Takes the product at `positions` in the dtype in which products run. Returns
+                (the loss, its gradients); in place of the loss it may return several sums,
                 the loss first.
         """
         dtype = product_dtype(weight)
+        inputs = hidden, weight, bias, adapter_b
+        product = HeadProduct(*inputs, shard)
         with torch.autocast(hidden.device.type, enabled=False):
-            trained_hidden = hidden if positions is None else hidden[positions]
-            trained_hidden = trained_hidden.to(dtype)  # frees the copy in the wider dtype
-            cast_b = None if adapter_b is None else adapter_b.to(dtype)
-            sums, (grad_hidden, *other_gradients) = compute(
-                trained_hidden, weight.to(dtype), cast_b
-            )
+            if positions is not None:
+                product = product.at(positions)
+            product = product.to(dtype)  # frees the copy in the wider dtype
+            sums, (grad_hidden, *other_gradients) = compute(product)
         if positions is not None and grad_hidden is not None:
             grad_hidden = scatter_rows(grad_hidden, positions, hidden.shape)
-        inputs = hidden, weight, bias, adapter_b
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in inputs]
         ctx.gradients = [grad_hidden, *other_gradients]
         return sums
@@ -388,20 +381,12 @@ class HeadLoss(torch.autograd.Function):
             None if gradient is None else gradient.to(upstream.dtype).mul_(upstream).to(dtype)
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None)
+        return (*scaled, None, None, None)
 
 
 def widen(dtype: torch.dtype) -> torch.dtype:
     """fp32, or `dtype` if it is wider: the dtype of a softmax and of a loss's sums."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
-    """Whether each of the tensors needs a gradient now."""
-    return tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in tensors
-    )
 
 
 def scatter_rows(rows: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:

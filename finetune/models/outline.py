@@ -21,6 +21,7 @@ from finetune.distributed.model_parts import (
     head_modules,
     head_of,
     is_experts,
+    name_of,
     other_parts,
     text_names,
     trunk_of,
@@ -30,6 +31,7 @@ from finetune.flops import count_attention_layers, count_heads, list_layer_confi
 from finetune.models.experts import count_active
 from finetune.models.head_factors import measure_head_factors
 from finetune.models.load import build_on_meta, forget_quantization
+from finetune.models.lora import names_of_parameters
 from finetune.models.loss_chunks import LogitTransform
 from finetune.models.quantized_layers import expert_weights
 
@@ -83,7 +85,8 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
     model = build_class(config, where)
     trunk = trunk_of(model)
     layers = list_layers(model)
-    names = _name_parameters(model)
+    # A tied parameter goes by its first name.
+    names = {parameter: first for parameter, (first, *_) in names_of_parameters(model).items()}
     embedding = model.get_input_embeddings().weight
     head = head_of(model).weight
     layer_configs = list_layer_configs(trunk.config)
@@ -99,9 +102,9 @@ def outline_model(config: Mapping[str, Any], where: str) -> Outline:
         embedding=(names[embedding], tuple(embedding.shape)),
         tail=tail,
         head=None if head is embedding else names[head],
-        head_name=_name_head(model),
+        head_name=f"{name_of(model, head_of(model))}.weight",
         beside=beside,
-        prefix=next(name for name, module in model.named_modules() if module is trunk),
+        prefix=name_of(model, trunk),
         text_names=text_names(model),
         heads=heads,
         key_value_heads=max(map(_count_key_value_heads, layer_configs)) or heads,
@@ -152,19 +155,6 @@ def list_layers(model: Any) -> list[nn.Module]:
         return outermost
     lists = (module for module in trunk_of(model).modules() if isinstance(module, nn.ModuleList))
     return list(max(lists, key=len, default=()))
-
-
-def _name_parameters(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Maps every parameter to its name; a tied one to its first name."""
-    pairs = [*model.named_parameters(remove_duplicate=False)]
-    # Reversed, so that the first name of a tied parameter is the last to be set.
-    return {parameter: name for name, parameter in reversed(pairs)}
-
-
-def _name_head(model: Any) -> str:
-    """Finds the name of the head's weight in the head itself, also if it is tied."""
-    head = head_of(model)
-    return next(f"{name}.weight" for name, module in model.named_modules() if module is head)
 
 
 def _describe_beside(

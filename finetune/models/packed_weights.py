@@ -18,7 +18,7 @@ from finetune.config.quantization import find_bits, read_published_form
 from finetune.constants import CONFIG_FILE, Names, Shape, ceil_div
 from finetune.errors import UserError
 from finetune.files.json_files import read_json_object
-from finetune.files.tensors import ComputedPart, Slices, StoredTensor, read, read_slice
+from finetune.files.tensors import Slices, StoredTensor, read, read_slice
 
 WORD = 32  # bits
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # number i of the eight in AWQ's word is at place [i]
@@ -62,15 +62,14 @@ class Packing:
     """A way in which a tool packs weights.
 
     Attributes:
-        required: The ends of the names of a weight's tensors, that of the codes first.
-        optional: The ends of the names of tensors that may come with them.
+        required: The ends of the names of a weight's tensors, that of the codes first. Those of
+            OPTIONAL may come with them.
         find_shape: Finds the shape of the plain weight.
         read_rows: Reads some rows of the plain weight.
         dtypes: The dtypes that the codes may have.
     """
 
     required: Names
-    optional: Names
     find_shape: FindShape
     read_rows: ReadRows
     dtypes: tuple[torch.dtype, ...]
@@ -100,7 +99,7 @@ def unpack_packed(stored: Mapping[str, StoredTensor], folder: Path) -> dict[str,
             continue
         if not all(layer + end in stored for end in packing.required):
             continue
-        ends = [end for end in (*packing.required, *packing.optional) if layer + end in stored]
+        ends = [end for end in (*packing.required, *OPTIONAL) if layer + end in stored]
         parts = Parts({end: stored[layer + end] for end in ends}, find_bits(settings), settings)
         for end in ends:
             del tensors[layer + end]
@@ -133,17 +132,7 @@ def _make_plain(name: str, parts: Parts, packing: Packing, where: str) -> Stored
             )
         return values[:, columns]
 
-    corner = (0, 0)
-    part = ComputedPart(
-        codes.parts[0].path,
-        position=0,
-        offsets=corner,
-        shape=shape,
-        read=read_values,
-        begin=corner,
-        axes=(0, 1),
-    )
-    return StoredTensor(name, shape, torch.float32, (part,))
+    return StoredTensor(name, shape, torch.float32, codes.parts, read_values)
 
 
 def _unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -337,54 +326,46 @@ def _read_mxfp4_scales(parts: Parts, rows: slice) -> Tensor:
 
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-# Ends of names of what may come with a weight; of these only weight_g_idx is ever read.
-COMPANIONS = (
+# Ends of names of what may come with a weight; of these the first three are read.
+OPTIONAL = (
+    "g_idx",
+    "weight_g_idx",
+    "weight_zero_point",
     "input_scale",
     "input_zero_point",
     "input_global_scale",
     "weight_shape",
-    "weight_g_idx",
 )
-ZERO = "weight_zero_point"
 GROUPED = ("qweight", "qzeros", "scales")
 SCALED = ("weight", "weight_scale")
 PACKED = ("weight_packed", "weight_scale")
 # By the kind that `read_published_form` finds.
 PACKINGS: Mapping[str, Packing] = {
-    "gptq": Packing(GROUPED, ("g_idx",), _find_gptq_shape, _read_gptq, (torch.int32,)),
-    "awq": Packing(GROUPED, (), _find_awq_shape, _read_awq, (torch.int32,)),
+    "gptq": Packing(GROUPED, _find_gptq_shape, _read_gptq, (torch.int32,)),
+    "awq": Packing(GROUPED, _find_awq_shape, _read_awq, (torch.int32,)),
     "aqlm": Packing(
         ("codes", "codebooks", "scales"),
-        (),
         _find_aqlm_shape,
         _read_aqlm,
         (torch.int8, torch.int16, torch.uint8),
     ),
     "pack-quantized": Packing(
-        PACKED,
-        (ZERO, *COMPANIONS),
-        _find_pack_quantized_shape,
-        _read_pack_quantized,
-        (torch.int32,),
+        PACKED, _find_pack_quantized_shape, _read_pack_quantized, (torch.int32,)
     ),
-    "float-quantized": Packing(SCALED, (ZERO, *COMPANIONS), _find_plain_shape, _read_plain, FP8),
-    "int-quantized": Packing(
-        SCALED, (ZERO, *COMPANIONS), _find_plain_shape, _read_plain, (torch.int8,)
-    ),
+    "float-quantized": Packing(SCALED, _find_plain_shape, _read_plain, FP8),
+    "int-quantized": Packing(SCALED, _find_plain_shape, _read_plain, (torch.int8,)),
     "nvfp4-pack-quantized": Packing(
         (*PACKED, "weight_global_scale"),
-        COMPANIONS,
         *_make_fp4_readers("weight_packed", _read_nvfp4_scales),
         (torch.uint8,),
     ),
     "mxfp4-pack-quantized": Packing(
-        PACKED, COMPANIONS, *_make_fp4_readers("weight_packed", _read_mxfp4_scales), (torch.uint8,)
+        PACKED, *_make_fp4_readers("weight_packed", _read_mxfp4_scales), (torch.uint8,)
     ),
     "NVFP4": Packing(
         (*SCALED, "weight_scale_2"),
-        COMPANIONS,
         *_make_fp4_readers("weight", _read_modelopt_scales),
         (torch.uint8,),
     ),
-    "FP8": Packing(SCALED, COMPANIONS, _find_plain_shape, _read_plain, FP8),
+    "FP8": Packing(SCALED, _find_plain_shape, _read_plain, FP8),
 }

@@ -12,7 +12,7 @@ documents changes the outputs.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,6 @@ from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError, on_one_line
 from finetune.models.documents import recurrent_modules
-from finetune.models.fake_quantize import unrounded
 
 # A text is three documents. Their lengths in tokens:
 DOCUMENT = 8
@@ -107,7 +106,7 @@ def _run_both_forwards(
     rows = _describe_rows(data)
     text = torch.cat([ids, ids[:REPEATED]])[None]
     try:
-        with _evaluated(model, recipe.torch_compile), _without_rounding(model, world):
+        with _evaluated(model, recipe.torch_compile), without_rounding(model):
             # With a mask of ones, all three documents are one text to transformers.
             reference = _run_forward(
                 model, input_ids=text, attention_mask=torch.ones_like(text), use_cache=False
@@ -313,15 +312,22 @@ def _find_largest_difference(values: Tensor, truth: Tensor) -> float:
     return float(((values - truth).norm(dim=-1) / norms).max())
 
 
-def _without_rounding(model: nn.Module, world: World) -> AbstractContextManager[None]:
-    """Switches off in this block what rounds in linear layers: FP8 products, else the fake
-    quantization.
-    """
-    if world.sharding.fp8 is None:
-        return unrounded(model)
-    from finetune.models.fp8 import without_fp8  # imports torchao
+@contextmanager
+def without_rounding(model: nn.Module) -> Iterator[None]:
+    """Makes linear layers multiply in the compute dtype in this block, in which outputs are
+    compared: without FP8 products and without fake quantization.
 
-    return without_fp8(model)
+    One FP8 scale for all tokens makes a token's output depend on the other tokens, and rounding can
+    make a difference in the last bit a whole step of a number's scale.
+    """
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "is_exact")]
+    for layer in layers:
+        layer.is_exact = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_exact = False
 
 
 @contextmanager

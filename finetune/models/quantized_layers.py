@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 from torch.distributed.tensor import DTensor
 
-from finetune.config.module_names import base_name, is_adapter
+from finetune.config.module_names import base_name
 from finetune.config.quantization import (
     BLOCK,
     LOAD_KEYS,
@@ -32,9 +32,9 @@ from finetune.constants import Shape, ceil_div
 from finetune.distributed.model_parts import (
     Values,
     find_local_slices,
-    head_modules,
     is_experts,
     product_dtype,
+    text_linears,
     text_modules,
 )
 from finetune.distributed.world import World
@@ -60,10 +60,7 @@ def quantized_weights(model: nn.Module) -> list[str]:
     `model` may be on meta, and may have adapters. The names are those of the base model.
     """
     of_linears = [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
-    of_experts = [
-        f"{path}.{name}" for path, module in expert_layers(model) for name in expert_weights(module)
-    ]
-    return of_linears + [base_name(name) for name in of_experts]
+    return of_linears + [base_name(name) for name in list_expert_weights(model)]
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
@@ -73,16 +70,7 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
 
     Raises `UserError` where the model has no such layer.
     """
-    head = head_modules(model)
-    layers = []
-    for name, module in text_modules(model):  # a vision tower keeps its precision
-        if (
-            isinstance(module, nn.Linear)
-            and _is_plain(module)
-            and module not in head
-            and not is_adapter(f"{name}.")
-        ):
-            layers.append((name, module))
+    layers = [(name, layer) for name, layer in text_linears(model) if _is_plain(layer)]
     if not layers:
         raise UserError(
             f"{', '.join(LOAD_KEYS)}: {type(model).__name__} has no linear layers to quantize; "
@@ -112,10 +100,17 @@ def expert_weights(experts: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def list_expert_weights(model: nn.Module) -> list[str]:
+    """Lists the names of the weights that hold all experts of a layer."""
+    return [
+        f"{path}.{name}" for path, module in expert_layers(model) for name in expert_weights(module)
+    ]
+
+
 CODES = "codes"
 SCALES = "scales"
-# How a weight is quantized, as arguments of `_dequantize`: (rows, columns, bits, quant_type, double
-# quantization, block).
+# How a weight is quantized, as arguments of `dequantize_bytes`: (rows, columns, bits, quant_type,
+# double quantization, block).
 Form = tuple[int, int, int, str, bool, int]
 
 
@@ -223,14 +218,14 @@ class QuantizedWeight(nn.Module):
 
         FSDP must have gathered the unit, since this needs all bytes of the part.
         """
-        weight: Tensor = _dequantize(
+        weight: Tensor = dequantize_bytes(
             self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype
         )
         return weight.view(self.shape)
 
     @property
     def _form(self) -> Form:
-        """The arguments of `_dequantize` for this rank's part."""
+        """The arguments of `dequantize_bytes` for this rank's part."""
         keys = self.quantization
         assert keys.bits is not None
         rows = prod(self.shape[:-1])
@@ -292,7 +287,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
 # An operator, because torch.compile cannot trace through views of bytes as other numbers, and does
 # not look into an operator.
 @library.custom_op("finetune::dequantize", mutates_args=())
-def _dequantize(
+def dequantize_bytes(
     codes: Tensor,
     scales: Tensor,
     rows: int,
@@ -323,7 +318,7 @@ def _dequantize(
     )
 
 
-@_dequantize.register_fake
+@dequantize_bytes.register_fake
 def _(
     codes: Tensor,
     scales: Tensor,
@@ -339,17 +334,6 @@ def _(
     return codes.new_empty((rows, columns), dtype=dtype)
 
 
-def dequantize_parameters(
-    codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype, after: Tensor | None
-) -> Tensor:
-    """Dequantizes a layer's weight, [rows, columns] in `dtype`, from its codes and scales.
-
-    after: In a backward, the gradient; else None. See `_dequantize`.
-    """
-    weight: Tensor = _dequantize(codes, scales, *form, dtype, after)
-    return weight
-
-
 class _DequantizedTwice(torch.autograd.Function):
     """F.linear with a quantized weight, which the backward dequantizes a second time."""
 
@@ -359,7 +343,7 @@ class _DequantizedTwice(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.form = form
-        return F.linear(inputs, _dequantize(codes, scales, *form, inputs.dtype), bias)
+        return F.linear(inputs, dequantize_bytes(codes, scales, *form, inputs.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
@@ -368,7 +352,7 @@ class _DequantizedTwice(torch.autograd.Function):
         bias_gradient = None
         if trains_bias:
             bias_gradient = gradient.flatten(0, -2).sum(0)
-        weight = _dequantize(codes, scales, *ctx.form, gradient.dtype, gradient)
+        weight = dequantize_bytes(codes, scales, *ctx.form, gradient.dtype, gradient)
         return gradient @ weight, None, None, bias_gradient, None
 
 

@@ -6,7 +6,7 @@ Weights published in FP8 or MXFP4 become plain float32 weights. DeepSeek, Qwen3,
 publish a float8 `NAME` with `NAME_scale_inv`: a scale for each block of 128 x 128 numbers, or one
 for all. gpt-oss publishes `NAME_blocks` (MXFP4, two numbers in a byte, transposed) with
 `NAME_scales`: a power of two for each 32 numbers. Either becomes one tensor `NAME`, any slice of
-which is computed by transformers' own conversions from the slices of the files that it needs.
+which is computed from the slices of the files that it needs.
 """
 
 import math
@@ -31,8 +31,8 @@ from finetune.config.schema import Quantization
 from finetune.constants import CONFIG_FILE, FP32, Shape, ceil_div, round_up
 from finetune.distributed.model_parts import Values
 from finetune.errors import UserError
-from finetune.files.json_files import load_json
-from finetune.files.tensors import ComputedPart, ReadSlice, Slices, StoredTensor, read, read_slice
+from finetune.files.json_files import read_json_object
+from finetune.files.tensors import Slices, StoredTensor, read, read_slice
 from finetune.models.packed_weights import unpack_packed
 
 # Numbers that are quantized at once, since bitsandbytes takes some 16 bytes a number while it
@@ -357,7 +357,7 @@ def _dequantize_expert(tensor: StoredTensor, quantized: StoredQuantized) -> Stor
     def read_values(slices: Slices) -> Tensor:
         return dequantize_tensor(quantized.read_whole(), torch.float32)[slices]
 
-    return _make_computed(tensor.name, quantized.shape, tensor, read_values)
+    return replace(tensor, dtype=torch.float32, compute=read_values)
 
 
 # The experts of Llama 4 as Axolotl saves them: as linear layers.
@@ -410,7 +410,7 @@ def _fuse_transposed(name: str, linears_by_expert: list[list[StoredTensor]]) -> 
         ]
         return torch.stack([matrix.t()[read_inputs, read_outputs].float() for matrix in matrices])
 
-    return _make_computed(name, shape, first_linears[0], read_values)
+    return StoredTensor(name, shape, torch.float32, first_linears[0].parts, read_values)
 
 
 def _collect_four_bit(
@@ -613,8 +613,22 @@ def _dequantize_fp8(
         where: The folder, for messages.
     """
     height, width = _find_block_size(weight, scales, config_block, where)
-    blocks = Fp8Blocks(weight, scales, height, width)
-    return _make_computed(weight.name, weight.shape, weight, blocks.read)
+
+    def read_values(slices: Slices) -> Tensor:
+        *leading, rows, columns = slices
+        # the blocks that the slices touch
+        down = slice(rows.start // height, ceil_div(rows.stop, height))
+        across = slice(columns.start // width, ceil_div(columns.stop, width))
+        block_scales = _read_scales(scales, (*leading, down, across))
+        scale_of_number = block_scales.repeat_interleave(height, -2).repeat_interleave(width, -1)
+        top = rows.start - down.start * height
+        left = columns.start - across.start * width
+        rows_in_blocks = slice(top, top + rows.stop - rows.start)
+        columns_in_blocks = slice(left, left + columns.stop - columns.start)
+        numbers = read_slice(weight, slices).float()
+        return numbers * scale_of_number[..., rows_in_blocks, columns_in_blocks]
+
+    return replace(weight, dtype=torch.float32, compute=read_values)
 
 
 def _find_block_size(
@@ -640,73 +654,17 @@ def _find_block_size(
     raise _misfit(where, scales, weight)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8Blocks:
-    """A weight in FP8 with a scale for each block of `height` rows and `width` columns."""
-
-    weight: StoredTensor
-    scales: StoredTensor  # [..., blocks down, blocks across], or one number for all
-    height: int
-    width: int
-
-    def read(self, slices: Slices) -> Tensor:
-        """Reads these slices of the weight, dequantized to fp32."""
-        *leading, rows, columns = slices
-        # the blocks that the slices touch
-        down = slice(rows.start // self.height, ceil_div(rows.stop, self.height))
-        across = slice(columns.start // self.width, ceil_div(columns.stop, self.width))
-        numbers = self._read_numbers(leading, down, across)
-        values = _multiply_by_scales(numbers, self._read_scales(leading, down, across))
-        top = rows.start - down.start * self.height
-        left = columns.start - across.start * self.width
-        rows_in_blocks = slice(top, top + rows.stop - rows.start)
-        columns_in_blocks = slice(left, left + columns.stop - columns.start)
-        return values[..., rows_in_blocks, columns_in_blocks]
-
-    def _read_numbers(self, leading: Sequence[slice], down: slice, across: slice) -> Tensor:
-        """Reads whole blocks of numbers, [..., rows, columns] in FP8, short ones filled with zeros.
-
-        Args:
-            leading: The slices of the dimensions before rows and columns.
-            down: The blocks along the rows.
-            across: The blocks along the columns.
-        """
-        rows, columns = self.weight.shape[-2:]
-        height = (down.stop - down.start) * self.height
-        width = (across.stop - across.start) * self.width
-        top = down.start * self.height
-        left = across.start * self.width
-        stored = (slice(top, min(top + height, rows)), slice(left, min(left + width, columns)))
-        numbers = read_slice(self.weight, (*leading, *stored))
-        filled = numbers.new_zeros((*numbers.shape[:-2], height, width))
-        filled[..., : numbers.shape[-2], : numbers.shape[-1]] = numbers
-        return filled
-
-    def _read_scales(self, leading: Sequence[slice], down: slice, across: slice) -> Tensor:
-        """Reads the scales of the same blocks, fp32[..., blocks down, blocks across]."""
-        if math.prod(self.scales.shape) == 1:
-            scales = read_slice(self.scales, ()).reshape(1, 1)
-        else:
-            scales = read_slice(self.scales, (*leading, down, across))
-        if scales.dtype == torch.uint8:  # exponents of 2, to which 127 is added
-            return torch.exp2(scales.float() - 127)
-        return scales.float()
-
-
-def _multiply_by_scales(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Multiplies each block of `numbers` [..., rows, columns] by its scale, by transformers' own
-    conversion.
-
-    `scales`: fp32[..., blocks down, blocks across].
+def _read_scales(scales: StoredTensor, blocks: Sequence[slice]) -> Tensor:
+    """Reads the scales of FP8 blocks, fp32[..., blocks down, blocks across]; fp32[1, 1] if there is
+    one for all.
     """
-    # Not imported at the top: while a source is opened, another thread imports transformers.
-    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-
-    stored = {"weight": numbers, "weight_scale_inv": scales}
-    converted = Fp8Dequantize(None).convert(stored)["weight"]
-    # transformers 5.17 returns a list
-    values: Tensor = converted[0] if isinstance(converted, list) else converted
-    return values
+    if math.prod(scales.shape) == 1:
+        values = read(scales).reshape(1, 1)
+    else:
+        values = read_slice(scales, tuple(blocks))
+    if values.dtype == torch.uint8:  # exponents of 2, to which 127 is added
+        return torch.exp2(values.float() - 127)
+    return values.float()
 
 
 def _dequantize_mxfp4(
@@ -733,7 +691,7 @@ def _dequantize_mxfp4(
     experts, outputs, blocks_per_output, _ = blocks.shape
 
     def read_values(slices: Slices) -> Tensor:
-        # imported here as for FP8
+        # Not imported at the top: while a source is opened, another thread imports transformers.
         from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
         read_experts, read_inputs, read_outputs = slices
@@ -747,46 +705,18 @@ def _dequantize_mxfp4(
         return values[:, read_inputs.start - first_input : read_inputs.stop - first_input]
 
     shape = (experts, blocks_per_output * MXFP4_BLOCK, outputs)
-    return _make_computed(name, shape, blocks, read_values)
-
-
-def _make_computed(
-    name: str, shape: Shape, source: StoredTensor, read_values: ReadSlice
-) -> StoredTensor:
-    """Makes a float32 tensor `name` whose slices `read_values` computes.
-
-    `source`: a tensor from which it is computed; its file stands for that of the new tensor.
-    """
-    zeros = (0,) * len(shape)
-    path = source.parts[0].path
-    part = ComputedPart(
-        path,
-        position=0,
-        offsets=zeros,
-        shape=shape,
-        read=read_values,
-        begin=zeros,
-        axes=tuple(range(len(shape))),
-    )
-    return StoredTensor(name, shape, torch.float32, (part,))
+    return StoredTensor(name, shape, torch.float32, blocks.parts, read_values)
 
 
 def _read_block_size(folder: Path) -> tuple[int, int]:
     """Reads the (rows, columns) of an FP8 block from config.json; (1, 1) if it does not say."""
-    settings = None
-    if (folder / CONFIG_FILE).exists():
-        settings = load_json(folder / CONFIG_FILE).get("quantization_config")
-    sizes = None
-    if isinstance(settings, dict):
-        sizes = settings.get("weight_block_size")
-    is_pair = (
-        isinstance(sizes, list)
-        and len(sizes) == 2
-        and all(type(size) is int and size > 0 for size in sizes)
-    )
-    if is_pair and sizes is not None:
-        return (sizes[0], sizes[1])
-    return (1, 1)
+    settings = read_json_object(folder / CONFIG_FILE).get("quantization_config")
+    sizes = settings.get("weight_block_size") if isinstance(settings, dict) else None
+    if isinstance(sizes, list) and len(sizes) == 2:
+        height, width = sizes
+        if all(type(size) is int and size > 0 for size in sizes):
+            return height, width
+    return 1, 1
 
 
 def _misfit(where: str, scales: StoredTensor, weight: StoredTensor) -> UserError:

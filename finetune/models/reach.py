@@ -14,11 +14,13 @@ takes neither memory nor time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -91,15 +93,13 @@ def find_unread(model: nn.Module) -> set[str]:
     Returns:
         The names of these parameters; of all parameters if the forward fails.
     """
-    weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
-    tensors = weights | _buffers_of(model)
-    inputs = {"input_ids": torch.arange(1, SHORT_TEXT + 1)[None], "use_cache": False}
+    inputs = torch.arange(1, SHORT_TEXT + 1)[None]
     model.eval()  # no layer is skipped at random
     try:
-        with saved_tensors_hooks(lambda _: None, _refuse_backward), _ZeroProducts():  # type: ignore[no-untyped-call]
-            logits = torch.func.functional_call(model, tensors, (), inputs).logits
+        with _stand_ins(model) as weights:
+            logits = model(input_ids=inputs, use_cache=False).logits
     except Exception:  # a family's own code may fail in any way
-        return set(weights)
+        return {name for name, _ in model.named_parameters()}
     finally:
         model.train()
     return weights.keys() - _names_reached([logits], weights)
@@ -111,12 +111,11 @@ def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -
 
     Raises `UserError` where the model cannot take the image.
     """
-    weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
-    tensors = weights | _buffers_of(model)
-    with saved_tensors_hooks(lambda _: None, _refuse_backward), _ZeroProducts():  # type: ignore[no-untyped-call]
+    with _stand_ins(model) as weights:
+        hook = trunk_of(model).register_forward_pre_hook(_stop_at_trunk, with_kwargs=True)
+        places = torch.arange(ids.shape[1])[None]
         try:
-            wrapper = _UpToTrunk(model)
-            torch.func.functional_call(wrapper, _add_prefix("model", tensors), (ids, images))
+            forward_with_images(model, images, [1], input_ids=ids, position_ids=places)
         except _TrunkEntered as entered:
             return _names_reached(entered.inputs, weights)
         except UserError:
@@ -127,7 +126,25 @@ def _find_reached(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor]) -
                 f"{type(model).__name__}: cannot take an image ({type(error).__name__}: {reason}); "
                 "name another model"
             ) from error
+        finally:
+            hook.remove()
     raise AssertionError("the language model was not called")
+
+
+@contextmanager
+def _stand_ins(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Makes forwards of `model` in this block build a graph without numbers and without memory.
+
+    Yields the tensors that stand in for its parameters, by name.
+    """
+    weights = {name: _stand_in(parameter) for name, parameter in model.named_parameters()}
+    tensors = weights | _buffers_of(model)
+    with (
+        _reparametrize_module(model, tensors, tie_weights=True),
+        saved_tensors_hooks(lambda _: None, _refuse_backward),
+        _ZeroProducts(),  # type: ignore[no-untyped-call]
+    ):
+        yield weights
 
 
 class _TrunkEntered(Exception):
@@ -136,29 +153,6 @@ class _TrunkEntered(Exception):
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.inputs = inputs
-
-
-class _UpToTrunk(nn.Module):
-    """The training forward of a document with an image, which raises `_TrunkEntered` where it
-    reaches the language model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, images: Mapping[str, Tensor]) -> None:
-        hook = trunk_of(self.model).register_forward_pre_hook(_stop_at_trunk, with_kwargs=True)
-        try:
-            forward_with_images(
-                self.model,
-                images,
-                [1],
-                input_ids=ids,
-                position_ids=torch.arange(ids.shape[1])[None],
-            )
-        finally:
-            hook.remove()
 
 
 def _stop_at_trunk(_trunk: nn.Module, args: Any, kwargs: Any) -> None:
@@ -196,10 +190,6 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
         name: buffer.float() if buffer.is_floating_point() else buffer
         for name, buffer in buffers.items()
     }
-
-
-def _add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _refuse_backward(_: Any) -> Tensor:

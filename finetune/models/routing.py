@@ -191,7 +191,7 @@ class Routing:
                 self._logits[layer] = logits
             if self._is_counted:
                 assert self._counts is not None
-                chosen = _find_chosen(output, logits, self._chosen_per_token)
+                chosen = _find_chosen(outputs, logits, self._chosen_per_token)
                 self._counts[layer] += self._count(chosen)
 
     def _count(self, chosen: Tensor) -> Tensor:
@@ -350,11 +350,10 @@ def _find_routers(model: Any) -> list[tuple[nn.Module, int]]:
     return [(module, getattr(recorder, "index", 0)) for module in modules]
 
 
-def _find_chosen(output: Any, logits: Tensor, count: int) -> Tensor:
-    """Finds the experts of each token, int64[tokens, count]: the router's own choice if its output
-    has one, else those of the highest logits.
+def _find_chosen(outputs: Sequence[Any], logits: Tensor, count: int) -> Tensor:
+    """Finds the experts of each token, int64[tokens, count]: the router's own choice if its outputs
+    have one, else those of the highest logits.
     """
-    outputs = output if isinstance(output, tuple) else ()
     indices = [
         each
         for each in outputs

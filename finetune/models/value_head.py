@@ -47,7 +47,7 @@ def head_log_probabilities_and_values(
     head: LossHead,
     hidden: Tensor,
     labels: Tensor,
-    trained_positions: Tensor | None,
+    trained_positions: Tensor,
     temperature: float = 1.0,
 ) -> Tensor:
     """A `HeadFunction` that returns fp32[2, trained positions]: the labels' log-probabilities, and
@@ -57,12 +57,11 @@ def head_log_probabilities_and_values(
         head: The output head, with the critic.
         hidden: [tokens, hidden].
         labels: int64[tokens].
-        trained_positions: int64[trained positions], into the tokens; None for all tokens.
+        trained_positions: int64[trained positions], into the tokens.
         temperature: Divides the logits, not the values.
     """
     log_probabilities = head_log_probabilities(head, hidden, labels, trained_positions, temperature)
-    states = hidden if trained_positions is None else hidden[trained_positions]
     weight: Tensor = getattr(head, VALUE_WEIGHT)
     with torch.autocast(hidden.device.type, enabled=False):
-        values = states.float() @ weight.float()
+        values = hidden[trained_positions].float() @ weight.float()
     return torch.stack((log_probabilities, values))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 from finetune.config.families import find_family
-from finetune.distributed.model_parts import base_of, other_parts, trunk_of
+from finetune.distributed.model_parts import base_of, trains_tower, trunk_of
 from finetune.errors import UserError
 from finetune.models.attention import BOUNDARIES, NAME, NO_MASK, shows_images_in_windows
 
@@ -128,10 +128,7 @@ def _gradients_of_tower(model: Any) -> Any:
 
     If the tower is frozen, checkpointing would keep the inputs of its layers for nothing.
     """
-    is_trained = any(
-        parameter.requires_grad for part in other_parts(model) for parameter in part.parameters()
-    )
-    return torch.set_grad_enabled(is_trained and torch.is_grad_enabled())
+    return torch.set_grad_enabled(trains_tower(model) and torch.is_grad_enabled())
 
 
 def _forward_with_cross_attention(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from finetune.distributed.model_parts import decoder_layers, trunk_of, unwrap
 from finetune.errors import UserError
-from finetune.models.cross_entropy import HeadFunction, LossHead, weigh_losses
+from finetune.models.cross_entropy import HeadFunction, LossHead, sum_weighted_losses
 
 
 class WatchedLayers:
@@ -74,17 +74,17 @@ class WatchedLayers:
         """
 
         def compute_loss(
-            head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor | None
+            head: LossHead, hidden: Tensor, labels: Tensor, positions: Tensor
         ) -> Tensor:
-            if positions is None:
-                positions = torch.arange(len(labels), device=labels.device)
             self._prove(head, hidden)
             exit_states = [self._read_after(head, layer)[positions] for layer in exits]
             scored_states = torch.cat([*exit_states, hidden[positions]])
             scored_labels = labels[positions].repeat(len(weights))
             token_weights = weights.repeat_interleave(len(positions))
-            compute = weigh_losses(token_weights, parts=len(weights))
-            return compute(head, scored_states, scored_labels, None)
+            parts = len(weights)
+            return sum_weighted_losses(
+                head, scored_states, scored_labels, None, token_weights, parts
+            )
 
         return compute_loss
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -21,16 +20,15 @@ from torch import Tensor, nn
 from finetune.config.module_names import base_name
 from finetune.config.pretrained import Vocabulary, text_config_of
 from finetune.constants import Shape, ceil_div
-from finetune.distributed.model_parts import Values, tied_names
+from finetune.distributed.model_parts import Slices, Values, tied_names
 from finetune.errors import UserError
-from finetune.files.tensors import ComputedPart, StoredPart, StoredTensor, read_slice
+from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.carried import make_carried_filter
 from finetune.models.embedding import find_grown, make_grown_reader
 from finetune.models.head_scores import draw_head, find_new_head, is_left_out
 from finetune.models.lora import seed_of
 
 COMPARED_ROWS = 4096  # rows that `are_equal` reads at once
-Slices = tuple[slice, ...]
 
 
 class UnsupportedConversion(Exception):
@@ -165,10 +163,7 @@ def convert_to_parameters(
         return dict(stored)
     shapes = {name: tensor.shape for name, tensor in stored.items()}
     boxes = boxes_of_parameters(model, shapes, where)
-    try:
-        return {name: _make_stored(name, box, stored) for name, box in boxes.items()}
-    except UnsupportedConversion as error:
-        raise _unsupported(model, where, str(error)) from None
+    return {name: _make_stored(name, box, stored) for name, box in boxes.items()}
 
 
 def boxes_of_parameters(
@@ -264,62 +259,26 @@ def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
 
 
 def _make_stored(name: str, box: BoxedTensor, stored: Mapping[str, StoredTensor]) -> StoredTensor:
-    """Describes the parameter `name` as one tensor on disk, whose parts are boxes of the files'
-    tensors.
+    """Describes the parameter `name` as one tensor on disk, which boxes of the files' tensors fill.
 
     Raises `UserError` where those tensors differ in dtype.
     """
-    dtypes = {stored[part.name].dtype for part in box.parts}
+    sources = {part.name: stored[part.name] for part in box.parts}
+    first_name, first = next(iter(sources.items()))
+    if box == BoxedTensor.whole(first_name, first.shape):
+        return replace(first, name=name)
+    dtypes = {source.dtype for source in sources.values()}
     if len(dtypes) > 1:
         raise UserError(
             f"{name}: its tensors in the files differ in dtype "
             f"({', '.join(sorted(map(str, dtypes)))}); store them in one dtype"
         )
-    parts: list[StoredPart] = []
-    for part in box.parts:
-        parts += _find_stored_parts(part, stored[part.name])
-    return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
 
+    def read_source(source: str, slices: Slices) -> Tensor:
+        return read_slice(sources[source], slices)
 
-def _find_stored_parts(part: BoxPart, tensor: StoredTensor) -> list[StoredPart]:
-    """Finds where on disk the elements of `part` are.
-
-    tensor: The tensor that `part` names.
-    """
-    wanted = [(cut.start, cut.stop) for cut in _find_source_slices(part)]
-    parts: list[StoredPart] = []
-    for stored in tensor.parts:
-        # (start, stop) in each dimension of `tensor` of what is wanted and in this stored part
-        overlap = [
-            (max(start, stored_start), min(stop, stored_stop))
-            for (start, stop), (stored_start, stored_stop) in zip(wanted, stored.box, strict=True)
-        ]
-        if any(start >= stop for start, stop in overlap):
-            continue
-        if isinstance(stored, ComputedPart):  # it is all of `tensor`, and any slices can be read
-            parts.append(
-                replace(
-                    stored, offsets=part.offsets, shape=part.shape, begin=part.begin, axes=part.axes
-                )
-            )
-            continue
-        # A StoredPart is contiguous in its file, so only whole rows can be cut out of it.
-        if overlap[1:] != list(stored.box[1:]):
-            raise UnsupportedConversion("a cut through the rows of a tensor")
-        row_bytes = prod(stored.shape[1:]) * tensor.dtype.itemsize
-        skipped_rows = 0
-        if overlap:  # a tensor without dimensions has no rows
-            first_row, _ = overlap[0]
-            skipped_rows = first_row - stored.offsets[0]
-        offsets = tuple(
-            offset if axis is None else offset + overlap[axis][0] - part.begin[axis]
-            for offset, axis in zip(part.offsets, part.axes, strict=True)
-        )
-        sizes = [stop - start for start, stop in overlap]
-        shape = tuple(1 if axis is None else sizes[axis] for axis in part.axes)
-        position = stored.position + skipped_rows * row_bytes
-        parts.append(StoredPart(stored.path, position, offsets, shape))
-    return parts
+    parts = tuple(part for source in sources.values() for part in source.parts)
+    return StoredTensor(name, box.shape, first.dtype, parts, partial(box.read, read=read_source))
 
 
 def _find_source_slices(part: BoxPart) -> Slices:

@@ -22,11 +22,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,6 @@ from finetune.errors import UserError
 from finetune.files.durable import try_writing
 from finetune.units import counted, disk_size
 
-T = TypeVar("T")
 REQUEST_BYTES = 8 << 20  # the most bytes that one request reads or writes
 REQUESTS = 4  # requests at the same time; with one, an NVMe disk would idle between requests
 
@@ -105,7 +105,9 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
     try:
         existing = try_writing(folder)
     except OSError as error:
-        raise _make_unwritable_error(folder, error) from None
+        raise UserError(
+            f"offload_dir: {folder}: cannot be written ({error.strerror}); name another folder"
+        ) from None
     filesystem = _find_filesystem(existing)
     if filesystem in ("tmpfs", "ramfs"):
         raise UserError(
@@ -113,27 +115,6 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
         )
     if needed > shutil.disk_usage(existing).free:
         raise _make_space_error(existing, needed, ranks)
-
-
-def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
-    """Makes a file of `size` bytes in `folder`; makes the folder too if it does not exist.
-
-    Raises `UserError` if that fails.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return ScratchFile(folder, size)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _make_space_error(folder, size, ranks=1) from None
-        raise _make_unwritable_error(folder, error) from None
-
-
-def _make_unwritable_error(folder: Path, error: OSError) -> UserError:
-    """Makes the error for a folder in which no file can be made."""
-    return UserError(
-        f"offload_dir: {folder}: cannot be written ({error.strerror}); name another folder"
-    )
 
 
 def _make_space_error(folder: Path, needed: int, ranks: int) -> UserError:
@@ -161,34 +142,37 @@ def _find_filesystem(folder: Path) -> str:
 class ScratchFile:
     """A file without a name, of `size` bytes on the disk of `folder`, filled with zeros.
 
-    All offsets and lengths must be multiples of OFFLOAD_ALIGNMENT. Raises `OSError` if the folder
-    cannot be written, or the disk has too little space.
+    Makes the folder if it does not exist. All offsets and lengths must be multiples of
+    OFFLOAD_ALIGNMENT.
+
+    Raises:
+        OSError: The folder cannot be written.
+        UserError: The disk has too little space.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
         self.folder = folder
         self.size = size
+        folder.mkdir(parents=True, exist_ok=True)
         # checked first, because `posix_fallocate` would fill the disk before it fails
         if size > shutil.disk_usage(folder).free:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+            raise _make_space_error(folder, size, ranks=1)
         # stays open until the process ends
-        self._file = self._name_folder(lambda: tempfile.TemporaryFile(dir=folder, buffering=0))  # noqa: SIM115
-        self._descriptor = self._file.fileno()
-        if size:
-            self._name_folder(lambda: os.posix_fallocate(self._descriptor, 0, size))
+        with self._named_errors():
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            self._descriptor = self._file.fileno()
+            if size:
+                os.posix_fallocate(self._descriptor, 0, size)
         self.is_direct = _make_direct(self._descriptor)
         self._pool = ThreadPoolExecutor(max_workers=REQUESTS, thread_name_prefix="offload")
 
     def read(self, offset: int, into: Tensor) -> None:
         """Fills `into` (uint8, from `allocate_aligned`) with the file's bytes from `offset` on."""
-        self._name_folder(lambda: self._transfer(os.preadv, offset, into))
+        self._transfer(os.preadv, offset, into)
 
     def write(self, offset: int, values: Tensor) -> None:
         """Writes `values` (uint8, from `allocate_aligned`) to the file at `offset`."""
-        self._name_folder(lambda: self._transfer(os.pwritev, offset, values))
-        if not self.is_direct:
-            os.fdatasync(self._descriptor)  # only pages that are on disk can be dropped
-            os.posix_fadvise(self._descriptor, offset, values.nbytes, os.POSIX_FADV_DONTNEED)
+        self._transfer(os.pwritev, offset, values)
 
     def _transfer(
         self, call: Callable[[int, list[memoryview], int], int], offset: int, memory: Tensor
@@ -209,15 +193,18 @@ class ScratchFile:
                 remaining = remaining[moved:]
                 position = position + moved
 
-        # `list` waits for all requests, and raises the error of one that failed
-        list(self._pool.map(transfer_piece, range(0, len(view), REQUEST_BYTES)))
-        if call is os.preadv and not self.is_direct:
-            os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
+        with self._named_errors():
+            # `list` waits for all requests, and raises the error of one that failed
+            list(self._pool.map(transfer_piece, range(0, len(view), REQUEST_BYTES)))
+            if not self.is_direct:
+                os.fdatasync(self._descriptor)  # only pages that are on disk can be dropped
+                os.posix_fadvise(self._descriptor, offset, len(view), os.POSIX_FADV_DONTNEED)
 
-    def _name_folder(self, action: Callable[[], T]) -> T:
-        """Returns the result of `action`. If it raises `OSError`, the error names the folder."""
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Makes every `OSError` of this block name the folder."""
         try:
-            return action()
+            yield
         except OSError as error:
             error.filename = str(self.folder / "(a file without a name)")
             raise
@@ -465,7 +452,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         layout = StateLayout(unwrap(model), self.param_groups, moment_dtype, compute_dtype)
         opened: list[ScratchFile] = []
         folder = Path(optimization.offload_dir or "")
-        self._ranks.on_all(lambda: opened.append(open_scratch_file(folder, layout.size)))
+        self._ranks.on_all(lambda: opened.append(ScratchFile(folder, layout.size)))
         (self.file,) = opened
         self.windows = layout.windows(self.file)
         self.capacity = layout.capacity

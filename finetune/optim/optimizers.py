@@ -182,20 +182,8 @@ def update_(
         update = _update_
         length = UPDATED_AT_ONCE
     for start in range(0, elements, length):
-        weights, gradient, mean, variance = (shard[start : start + length] for shard in flat_shards)
-        update(
-            weights,
-            gradient,
-            mean,
-            variance,
-            rate,
-            decay,
-            correction,
-            found_inf,
-            beta1,
-            beta2,
-            settings["eps"],
-        )
+        parts = (shard[start : start + length] for shard in flat_shards)
+        update(*parts, rate, decay, correction, found_inf, beta1, beta2, settings["eps"])
 
 
 @cache
@@ -260,13 +248,8 @@ class Adafactor(_ByParameter):
     Any other parameter has `exp_avg_sq`, shaped and sharded like the parameter.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]] | Iterable[Tensor],
-        lr: float,
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[dict[str, Any]] | Iterable[Tensor], lr: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0})
 
     def _update(self, parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:

@@ -25,11 +25,12 @@ from finetune.data.tokenizer import (
     plan_vocabulary,
     refuse_unnamed_tokens,
 )
+from finetune.distributed.model_parts import trains_tower, unwrap
 from finetune.distributed.world import RankGroup, World
 from finetune.errors import UserError
 from finetune.export.logits import check_streamed_logits
 from finetune.files.phases import Phases
-from finetune.models.load import BuildOptions, trains_tower
+from finetune.models.load import BuildOptions
 from finetune.models.reach import ONLY_IMAGES, BlankDocument
 from finetune.plan.architecture import read_reward_model
 from finetune.training.lifecycle import fix_template_date, open_run_folder
@@ -76,7 +77,7 @@ class OpenedRun:
         """Raises `UserError` if parts of `model` are trained that only images reach, and no row
         holds an image.
         """
-        if self._holds_no_image and trains_tower(model):
+        if self._holds_no_image and trains_tower(unwrap(model)):
             raise UserError(f"trainable_modules: {ONLY_IMAGES}")
 
 

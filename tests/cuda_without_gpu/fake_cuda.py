@@ -107,9 +107,9 @@ class DeviceWaits(TorchDispatchMode):
             return True
         elif operator is torch.ops.torch_attn._varlen_attn.default:
             check_operands(*args, **kwargs)
-        elif operator is quantized_layers._dequantize._opoverload:
+        elif operator is quantized_layers.dequantize_bytes._opoverload:
             with self:  # what it is made of
-                return quantized_layers._dequantize._init_fn(*args, **kwargs)
+                return quantized_layers.dequantize_bytes._init_fn(*args, **kwargs)
         return operator(*args, **kwargs)
 
     def _read(self, tensor: FakeTensor) -> Any:

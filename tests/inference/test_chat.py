@@ -539,7 +539,7 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
 
     from finetune.inference.conversation import Answer, AnswerOptions, finish_answer
 
-    finish_answer(Answer("It", 3, 0.1, is_cut=True, limit=48), AnswerOptions())
+    finish_answer(Answer("It", 3, is_cut=True, limit=48), AnswerOptions())
     said = capsys.readouterr().out
     assert (
         "cut after 3 tokens: the conversation has reached the 48 tokens that the model reads; /new starts over"

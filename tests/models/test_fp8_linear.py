@@ -14,6 +14,7 @@ from finetune.config.schema import Lora, Model, Optimization, Quantization
 from finetune.distributed.join import join, leave
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta, load_model
+from finetune.models.probe import without_rounding
 from finetune.optim.optimizers import build_optimizer
 from finetune.plan.plan import make_plan
 from tests.conftest import make_model
@@ -21,13 +22,7 @@ from tests.plan.run_specs import recipe
 from tests.plan.traced import saved_for_backward
 
 pytest.importorskip("torchao")
-from finetune.models.fp8 import (
-    Fp8Linear,
-    _make_config,
-    keep_scales_current,
-    multiply_in_fp8,
-    without_fp8,
-)
+from finetune.models.fp8 import Fp8Linear, _make_config, keep_scales_current, multiply_in_fp8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -128,7 +123,7 @@ def test_adapters_stay_in_the_compute_dtype_and_scales_follow_every_update(tmp_p
             local = layer.weight._local_tensor
             scale = torch.finfo(torch.float8_e4m3fn).max / local._tensor.abs().max().double()
             assert torch.equal(local._precomputed_scale, scale.float())
-        with without_fp8(model), torch.no_grad():
+        with without_rounding(model), torch.no_grad():
             exact = model(input_ids=inputs, use_cache=False).logits
         with torch.no_grad():
             assert not torch.equal(model(input_ids=inputs, use_cache=False).logits, exact)

@@ -262,4 +262,4 @@ def test_a_frozen_head_asks_for_no_gradient_where_fsdp1_has_its_weight_ask_for_o
     assert head.prepare(hidden).needs_grad() == (False, True, False, False)
     head.is_frozen = True  # as `build_model` sets it, before FSDP1 makes views of the weight
     product = head.prepare(hidden)
-    assert not any(product.needs_grad()) and not head.chunk_options(product).trains_head
+    assert not any(product.needs_grad()) and not head.chunk_options().trains_head

@@ -10,7 +10,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.optim import offload
-from finetune.optim.offload import allocate_aligned, check_scratch_folder, open_scratch_file
+from finetune.optim.offload import ScratchFile, allocate_aligned, check_scratch_folder
 
 ON_CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def test_what_is_written_is_read_whatever_the_requests(
     monkeypatch.setattr(offload, "REQUEST_BYTES", 3 * 4096)
     if not is_direct:
         monkeypatch.setattr(offload, "_make_direct", lambda descriptor: False)
-    file = open_scratch_file(tmp_path / "a" / "b", 40 * 4096)
+    file = ScratchFile(tmp_path / "a" / "b", 40 * 4096)
     values = allocate_aligned(20 * 4096, ON_CPU)
     values.copy_(torch.randint(0, 256, (20 * 4096,), dtype=torch.uint8))
     file.write(8 * 4096, values)
@@ -49,7 +49,7 @@ def test_a_disk_that_is_too_small_is_one_sentence_before_a_byte_is_written(tmp_p
         check_scratch_folder(tmp_path / "missing" / "folder", 0, 2)
     assert not (tmp_path / "missing").exists()
     with pytest.raises(UserError, match=r"takes .* free there; make room"):
-        open_scratch_file(tmp_path, 12 * 10**17)
+        ScratchFile(tmp_path, 12 * 10**17)
 
 
 def test_a_folder_that_cannot_be_written_or_is_in_memory_is_one_sentence(
@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_written_or_is_in_memory_is_one_sentence(
 
 
 def test_a_disk_that_fails_names_the_folder(tmp_path: Path) -> None:
-    file = open_scratch_file(tmp_path, 4096)
+    file = ScratchFile(tmp_path, 4096)
     file._file.close()
     with pytest.raises(OSError, match=re.escape(str(tmp_path))) as failure:
         file.read(0, allocate_aligned(4096, ON_CPU))

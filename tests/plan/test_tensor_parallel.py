@@ -23,7 +23,7 @@ from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
 from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
-from finetune.models.loss_chunks import ChunkOptions, HeadProduct, choose_chunk_tokens
+from finetune.models.loss_chunks import PLAIN, HeadProduct
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import list_changes
 from finetune.plan.loss_memory import loss_bytes
@@ -107,8 +107,7 @@ def test_passes_with_and_without_gradients_have_the_same_chunks(
     trained = []
     for has_gradients in (True, False):
         with torch.set_grad_enabled(has_gradients):
-            product = head.prepare(torch.randn(3, CONFIG["hidden_size"], dtype=torch.bfloat16))
-            trained.append(head.chunk_options(product).trains_head)
+            trained.append(head.chunk_options().trains_head)
     assert trained == [lora is None] * 2
 
 
@@ -125,7 +124,7 @@ def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any
         VocabularyShard(0, vocabulary, mesh.get_group()),
     )
     measured = allocated_peak(
-        lambda: linear_cross_entropy(HeadProduct(states, weight), labels, ChunkOptions(shard=shard))
+        lambda: linear_cross_entropy(HeadProduct(states, weight, shard=shard), labels)
     )
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
 
@@ -133,10 +132,11 @@ def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any
 def test_all_ranks_take_the_chunks_of_the_largest_part_of_a_vocabulary(mesh: Any) -> None:
     """They meet in each chunk: with one number of tokens or another on two ranks, they would wait for each other."""
     shard, rows = VocabularyShard(16001, 32001, mesh.get_group()), (16001, 16000)
-    chunks = {
-        choose_chunk_tokens(torch.empty(count, 1), shard, "cuda", trains_head=True)
+    products = [
+        HeadProduct(*(torch.empty(count, 1, device="meta") for _ in range(2)), shard=shard)
         for count in rows
-    }
+    ]
+    chunks = {PLAIN.choose_tokens(product) for product in products}
     assert len({loss_chunk_tokens(count, "cuda") for count in rows}) == 2 and len(chunks) == 1
 
 

@@ -345,7 +345,9 @@ def test_the_loss_takes_what_is_planned(dtype: torch.dtype) -> None:
     watched._states = dict(enumerate(states))
     hidden, labels = states[-1], torch.randint(0, vocabulary, (1, tokens))
     score = watched.score(range(exits), torch.full((exits + 1,), 0.25))
-    score(head, *(each.flatten(0, 1) for each in (hidden, labels)), None)  # the proof
+    score(
+        head, *(each.flatten(0, 1) for each in (hidden, labels)), torch.arange(tokens)
+    )  # the proof
     seen = allocated_peak(lambda: head(hidden, labels, torch.arange(tokens), score))
     assert loss_bytes(spec) / seen == pytest.approx(1, rel=0.02)
 

@@ -9,6 +9,7 @@ document is never masked.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import MicroBatch, StepBatch, copy_to
 from finetune.data.examples import make_generator
-from finetune.models.cross_entropy import weigh_losses
+from finetune.models.cross_entropy import sum_weighted_losses
 from finetune.training.objectives.objective import Measured, Objective
 
 HELD_OUT = "held out"  # seeds the noise of held-out data, where training has the batch's `draws`
@@ -67,7 +68,7 @@ class MaskedDiffusion(Objective):
             "labels": micro_batch.labels.masked_fill(~has_masked_label, IGNORE_INDEX),
             "visible_tokens": visible_tokens,
         }
-        head_function = weigh_losses(copy_to(weights, device).flatten())
+        head_function = partial(sum_weighted_losses, weights=copy_to(weights, device).flatten())
         weighted_loss, plain_loss = model(**{**inputs, **noisy}, head_function=head_function)
         masked_tokens = has_masked_label.sum().float()
         metrics = {
