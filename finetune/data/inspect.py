@@ -521,10 +521,7 @@ def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
         f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
         f"{counted(source.tokens, 'token')}, {source.trained_tokens:,} trained"
     )
-    yield from (
-        f"  {line}"
-        for line in (*source.sample_lines(), *source.image_lines(), *source.lost_lines())
-    )
+    yield from (f"  {line}" for line in source.lines())
     if source.unused_columns:
         columns = ", ".join(
             f"{list_columns([name])} ({counted(rows, 'row')})"

@@ -86,13 +86,14 @@ class BadRow(Exception):
 
 
 def parse_messages(
-    turns: Sequence[Any], images: Sequence[Any] = ()
+    turns: Sequence[Any], images: Sequence[Any] = (), *, needs_answer: bool = True
 ) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
     """Converts the turns of a row into the form that chat templates read.
 
     Args:
         turns: The turns as they stand in the row.
         images: The images of the row's own column, in the order of their places in the contents.
+        needs_answer: Whether a message must be the assistant's.
 
     Returns:
         The messages, with IMAGE for each image in a content; whether each message is trained on;
@@ -123,7 +124,10 @@ def parse_messages(
             _check_trained_alike(trained.pop(), is_trained, number)
         messages.append(message)
         trained.append(is_trained and message["role"] == "assistant")
-    _check_order([message["role"] for message in messages])
+    roles = [message["role"] for message in messages]
+    _check_order(roles)
+    if needs_answer and "assistant" not in roles:
+        raise BadRow(f"no assistant turn to train on; the roles are {', '.join(roles)}")
     for message in messages:
         _remove_channel(message)
     return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
@@ -664,11 +668,6 @@ def read_role(turn: Any) -> str | None:
     return ROLES.get(_normalize_role(turn))
 
 
-def is_of_assistant(turn: Any) -> bool:
-    """Whether a row's turn is the assistant's."""
-    return read_role(turn) == "assistant"
-
-
 def _normalize_role(turn: Any) -> str:
     """Returns the role of a row's turn in the spelling of ROLES; "" if the role is no text."""
     role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
@@ -756,7 +755,7 @@ def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _check_order(roles: list[str]) -> None:
-    """Raises `BadRow` if the roles of messages are out of order, or none is the assistant's."""
+    """Raises `BadRow` if the roles of messages are out of order."""
     previous = None
     for number, role in enumerate(roles, 1):
         if role in ("system", "developer") and previous not in (None, "system", "developer"):
@@ -775,5 +774,3 @@ def _check_order(roles: list[str]) -> None:
                 f"{previous}"
             )
         previous = role
-    if "assistant" not in roles:
-        raise BadRow(f"no assistant turn to train on; the roles are {', '.join(roles)}")

@@ -412,7 +412,7 @@ class PreparedData:
         the default of every format can then be resumed.
         """
         is_decided = recipe.data.overlength or recipe.method_facts.samples
-        if is_decided or not self.report.is_complete or "text" in self.report.formats:
+        if is_decided or isinstance(self.report, StreamReport) or "text" in self.report.formats:
             return recipe
         return replace(recipe, data=replace(recipe.data, overlength="truncate"))
 

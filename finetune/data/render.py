@@ -48,7 +48,6 @@ from finetune.data.messages import (
     parse_if_json,
     read_reasoning,
 )
-from finetune.data.preferences import check_prompt
 from finetune.data.spans import (
     AskedTurn,
     ask_turns,
@@ -655,10 +654,16 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
     text = apply_template(renderer, messages, tools, add_generation_prompt=True)
     if renderer.environments:  # rows with the same prompt may begin different episodes
         group_hash = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
-    findings = tuple(check_prompt(document, text, renderer.has_template))
+    findings = _check_prompt(messages, text, renderer)
     return RenderedText(
         text, spans=(), is_plain=False, findings=findings, group_hash=group_hash, row=document.row
     )
+
+
+def _check_prompt(messages: Sequence[Message], text: str, renderer: Renderer) -> tuple[str, ...]:
+    """Returns the findings about `text`, which the template wrote for messages without spans."""
+    findings = tuple(_find_dropped_questions(messages, text))
+    return findings if renderer.has_template else ("plain_template", *findings)
 
 
 def _for_conversation(renderer: Renderer, conversation: Conversation) -> Renderer:
@@ -708,8 +713,8 @@ def render_scored(document: Document, renderer: Renderer) -> RenderedText:
     renderer = _for_conversation(renderer, document)
     messages = read_messages(document, renderer)
     text = apply_template(renderer, messages, document.tools or renderer.tools)
-    findings = check_prompt(Question(document, row=""), text, renderer.has_template)
-    return RenderedText(text, spans=(), is_plain=False, findings=tuple(findings))
+    findings = _check_prompt(messages, text, renderer)
+    return RenderedText(text, spans=(), is_plain=False, findings=findings)
 
 
 def render_embedded(document: Text, renderer: Renderer) -> RenderedText:
@@ -878,12 +883,7 @@ def _find_dropped(
         turns: Message index -> span of an assistant's turn in `text`, as far as it is known.
     """
     messages = conversation.messages
-    instructions = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
-    if not all(words in text for words in instructions):
-        yield "system_dropped"
-    questions = [_take_last_line(m["content"]) for m in messages if m["role"] == "user"]
-    if not all(words in text for words in questions):
-        yield "user_dropped"
+    yield from _find_dropped_questions(messages, text)
     # Message index -> text of an assistant's turn; the whole text if its span is not known.
     answers = {}
     for i, message in enumerate(messages):
@@ -897,6 +897,16 @@ def _find_dropped(
         yield "reasoning_dropped"
     if any(_thinks_twice(answers[i], messages[i]) for i in trained):
         yield "reasoning_twice"
+
+
+def _find_dropped_questions(messages: Sequence[Message], text: str) -> Iterator[str]:
+    """Yields a finding for instructions, and one for users' messages, that the text lacks."""
+    instructions = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
+    if not all(words in text for words in instructions):
+        yield "system_dropped"
+    questions = [_take_last_line(m["content"]) for m in messages if m["role"] == "user"]
+    if not all(words in text for words in questions):
+        yield "user_dropped"
 
 
 def _find_dropped_calls(
