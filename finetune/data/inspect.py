@@ -52,15 +52,8 @@ QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the qu
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
 UNTRAINED = ("\033[2m", "\033[2;37m")  # two grays
 COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}  # of findings
+OTHER = "\033[31m"  # the part of a prompt that training does not have
 RESET = "\033[0m"
-# the colors of `format_turns`; "other": the part of a prompt that training does not have
-STYLES = {
-    "prompt": UNTRAINED[0],
-    "other": "\033[31m",
-    "trained": TRAINED[0],
-    "untrained": UNTRAINED[0],
-    "end": RESET,
-}
 
 
 def inspect_command(options: argparse.Namespace) -> int:
@@ -183,7 +176,7 @@ def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Ite
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         lines = list(format_example(chosen.examples, tokenizer, example_id, color))
         turns = turns_to_show.pop(_find_place(chosen.examples, example_id), ())
-        lines += format_turns(turns, STYLES if color else {})
+        lines += format_turns(turns, color)
         for name, text in texts:
             lines += [f"  {name} would read of a completion like the answer:", printable(text)]
         yield lines
@@ -334,11 +327,7 @@ def format_example(
     yield f"\033[1m{head}{RESET}" if color else head
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
     _name_images(texts, find_image_tokens(examples, example_id))
-    tokens = list(zip(texts, trained, strict=True))
-    if color:
-        yield _paint(tokens)
-    else:
-        yield _bracket(tokens)
+    yield _show_trained(list(zip(texts, trained, strict=True)), color)
 
 
 def _name_images(texts: list[str], is_image: Iterable[bool]) -> None:
@@ -357,28 +346,22 @@ def _name_images(texts: list[str], is_image: Iterable[bool]) -> None:
             texts[start:end] = [f"[image: {counted(length, 'token')}]"] + [""] * (length - 1)
 
 
-def _paint(tokens: Iterable[tuple[str, bool]]) -> str:
-    """Joins the texts of tokens, in green if they are trained on, else in gray.
+def _show_trained(pieces: Iterable[tuple[str, bool]], color: bool) -> str:
+    """Joins texts, those that are trained on in green and the others in gray.
 
-    Neighboring tokens have different shades of these. `tokens`: (text, whether it is trained on).
+    Neighbors have different shades. Without `color`, what is trained on stands between >> and <<.
+    `pieces`: (text, whether it is trained on).
     """
-    painted = ""
-    for index, (text, is_trained) in enumerate(tokens):
-        shades = TRAINED if is_trained else UNTRAINED
-        painted += f"{shades[index % 2]}{text}{RESET}"
-    return painted
-
-
-def _bracket(tokens: Iterable[tuple[str, bool]]) -> str:
-    """Joins the texts of tokens, with the text that is trained on between >> and <<.
-
-    `tokens`: (text, whether it is trained on).
-    """
-    marked = ""
-    for is_trained, run in groupby(tokens, key=itemgetter(1)):
+    shown = ""
+    if color:
+        for index, (text, is_trained) in enumerate(pieces):
+            shades = TRAINED if is_trained else UNTRAINED
+            shown += f"{shades[index % 2]}{text}{RESET}"
+        return shown
+    for is_trained, run in groupby(pieces, key=itemgetter(1)):
         text = "".join(text for text, _ in run)
-        marked += f">>{text}<<" if is_trained else text
-    return marked
+        shown += f">>{text}<<" if is_trained else text
+    return shown
 
 
 def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
@@ -629,37 +612,25 @@ def _cut_pieces(text: RenderedText, start: int, end: int) -> Pieces:
     return tuple(pieces)
 
 
-def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Iterator[str]:
+def format_turns(turns: Sequence[ShownTurn], color: bool) -> Iterator[str]:
     """Yields the lines of a row's turns: for each its prompt, then its answer.
 
-    `styles`: STYLES; empty: no colors, and trained text stands between >> and <<.
+    Without `color`, trained text stands between >> and <<.
     """
-    end = styles.get("end", "")
     for turn in turns:
         yield f"  message {turn.message}, asked with:"
-        prompt_pieces = [
-            (turn.prompt[: turn.same_length], "prompt"),
-            (turn.prompt[turn.same_length :], "other"),
-        ]
-        yield "".join(
-            f"{styles.get(style, '')}{printable(text)}{end}"
-            for text, style in prompt_pieces
-            if text
-        )
-        if turn.same_length < len(turn.prompt):
-            where = ", from the part in red on" if styles else ""
+        same = printable(turn.prompt[: turn.same_length])
+        other = printable(turn.prompt[turn.same_length :])
+        if color:
+            same = f"{UNTRAINED[0]}{same}{RESET}" if same else ""
+            other = f"{OTHER}{other}{RESET}" if other else ""
+        yield same + other
+        if other:
+            where = ", from the part in red on" if color else ""
             yield f"  which is not what stands before it in training{where}"
         yield "  and trained to answer:"
-        yield "".join(
-            _mark(printable(text), is_trained, styles) for text, is_trained in turn.pieces
-        )
-
-
-def _mark(text: str, is_trained: bool, styles: Mapping[str, str]) -> str:
-    """Marks a text as trained on or not: by a color, or without `styles` by >> and <<."""
-    if styles:
-        return styles["trained" if is_trained else "untrained"] + text + styles["end"]
-    return f">>{text}<<" if is_trained else text
+        pieces = [(printable(text), is_trained) for text, is_trained in turn.pieces]
+        yield _show_trained(pieces, color)
 
 
 PAGE = """\

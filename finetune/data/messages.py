@@ -430,26 +430,24 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
             "known are system, developer, user, assistant, tool (human, gpt, function_call and "
             "observation too)"
         )
+    role = ROLES[name]
+    is_assistant = role == "assistant"
     content, calls = _separate_calls(turn, name, number)
-    if calls and ROLES[name] != "assistant":
+    if calls and not is_assistant:
         raise BadRow(f"message {number}: tool calls in a {name} turn; they are the assistant's")
     thoughts: list[str] = []
-    if ROLES[name] == "assistant":
-        content, thoughts = _separate_thoughts(content, number)
-    message: Message = {
-        "role": ROLES[name],
-        "content": read_content(content, ROLES[name], number, images),
-    }
     known_keys = KNOWN_KEYS
+    if is_assistant:
+        _refuse_other_mask(turn, number)
+        known_keys |= OTHER_MASKS.keys()
+        content, thoughts = _separate_thoughts(content, number)
     if isinstance(turn.get("recipient"), str):  # gpt-oss's, which `_separate_calls` has read
         known_keys |= {"recipient"}
-    if ROLES[name] == "assistant":  # `_refuse_other_mask` reads these
-        known_keys |= OTHER_MASKS.keys()
+    message: Message = {"role": role, "content": read_content(content, role, number, images)}
     message |= {
         key: value for key, value in turn.items() if key not in known_keys and value is not None
     }
-    if ROLES[name] == "assistant":
-        _refuse_other_mask(turn, number)
+    if is_assistant:
         _add_reasoning(message, "".join(thoughts), number)
     if calls:
         call_list = calls if isinstance(calls, list) else [calls]

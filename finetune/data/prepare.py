@@ -3,7 +3,6 @@
 Sources become documents as tokens, these are cut into examples, and batches are made of examples.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from math import ceil
 from pathlib import Path
 from threading import Event
 from typing import Any
-
-import xxhash
 
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.methods import RowKind
@@ -66,6 +63,8 @@ from finetune.data.token_store import (
     keep_in_memory,
     open_or_write_store,
     raise_failure,
+    seal,
+    unseal,
     write_store,
 )
 from finetune.data.tokenizer import PLAIN
@@ -190,10 +189,7 @@ class StreamedBatches:
             self.image_families.add(batches.images.family)
         note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
         if self.world.local_rank == 0:
-            text = json.dumps(asdict(note))
-            replace_file(
-                self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n"
-            )
+            replace_file(self._note_file(number), seal(asdict(note)))
         return batches, note, report
 
     def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
@@ -284,11 +280,8 @@ class StreamedBatches:
         other ranks wait. They do not open the block, which may be removed before.
         """
         while True:
-            with suppress(FileNotFoundError, UnicodeDecodeError):
-                written = self._note_file(number).read_text(encoding="utf-8")
-                checksum, _, text = written.partition("\n")
-                if checksum == xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
-                    return Note(**json.loads(text))
+            with suppress(FileNotFoundError, ValueError):
+                return Note(**unseal(self._note_file(number).read_bytes()))
             if self.world.local_rank == 0:
                 _, made_note, _ = self.open_block(number)
                 return made_note
@@ -653,18 +646,11 @@ def make_train_batches(
         examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers
     )
     if train.rows_per_epoch < world.size:
-        packed_note = ""
-        packing_advice = ""
-        if config.packing:
-            packed_note = (
-                f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
-            )
-            packing_advice = ", a smaller max_length, or packing: false"
+        packing_advice = ", a smaller max_length, or packing: false" if config.packing else ""
         raise UserError(
-            f"{recipe.place_of('datasets')}: datasets: "
-            f"{counted(train.rows_per_epoch, 'row')}{packed_note} "
-            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give "
-            f"more data or fewer ranks{packing_advice}"
+            f"{recipe.place_of('datasets')}: datasets: {counted(train.rows_per_epoch, 'row')} of "
+            f"{counted(len(examples), 'example')}, too few for {world.size} ranks; give more data "
+            f"or fewer ranks{packing_advice}"
         )
     train = replace(train, iterations=recipe.rollout.num_iterations)
     steps = recipe.optimization.max_steps

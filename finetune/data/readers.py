@@ -213,28 +213,29 @@ def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
-        if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-            # skip the rest of the line
-            while (rest := stream.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            yield (
-                number,
-                BadRow(f"longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows"),
-            )
-            continue
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            reason = f"not UTF-8: {error.reason} at byte {error.start + 1}"
-            yield number, BadRow(f"{reason}; {SAVE_AS_UTF_8}")
-            continue
-        if text.strip():
+        text = _decode_line(line, number)
+        if isinstance(text, BadRow):
+            rest = line
+            while rest and not rest.endswith(b"\n"):  # of a line that is too long
+                rest = stream.readline(MAX_ROW_BYTES)
             yield number, text
+        elif text.strip():
+            yield number, text.rstrip("\r\n")
         elif number % BLANK_LINES == 0 and isinstance(stream, io.BufferedReader):
             # skip all blank lines in the buffer at once
             buffered = stream.peek()
             line_ends = len(buffered) - len(buffered.lstrip(b"\n"))
             number += len(stream.read(line_ends))
+
+
+def _decode_line(line: bytes, number: int) -> str | BadRow:
+    """Decodes line `number` of a file; returns a `BadRow` if it is too long or not UTF-8."""
+    if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+        return BadRow(f"longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows")
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8: {error.reason} at byte {error.start + 1}; {SAVE_AS_UTF_8}")
 
 
 def _read_text(path: str) -> Iterator[NumberedRow]:
@@ -347,18 +348,10 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
     Raises `UserError` for a line that is too long or not UTF-8.
     """
     for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES), b""), 1):
-        if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-            raise UserError(
-                f"{path}:{number}: a line longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into "
-                "several rows"
-            )
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}; "
-                f"{SAVE_AS_UTF_8}"
-            ) from None
+        text = _decode_line(line, number)
+        if isinstance(text, BadRow):
+            raise UserError(f"{path}:{number}: {text}")
+        yield text
 
 
 def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:

@@ -35,7 +35,7 @@ from finetune.data.formats import (
     TokenRow,
     make_message,
 )
-from finetune.data.images import EncodedImage, hash_images, open_image, place_images
+from finetune.data.images import EncodedImage, cut_out, hash_images, open_image, place_images
 from finetune.data.marks import Marks, trace
 from finetune.data.messages import (
     IMAGE,
@@ -379,7 +379,9 @@ def _check(
         difference = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
     if not renderer.train_on_reasoning:
         for i, turn in extents.items():
-            rendered = _leave_out(rendered, _find_reasoning(text, messages[i], i, turn, marks))
+            reasoning = _find_reasoning(text, messages[i], i, turn, marks)
+            if reasoning is not None:
+                rendered = replace(rendered, spans=cut_out(rendered.spans, reasoning))
     trained_extents = {i: span for i, span in extents.items() if i in trained}
     return replace(rendered, findings=tuple(findings), turns=trained_extents, difference=difference)
 
@@ -431,19 +433,6 @@ def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Mark
     after = text[end:turn_end]
     white_space = len(after) - len(after.lstrip())
     return (start, end + white_space)
-
-
-def _leave_out(rendered: RenderedText, removed: Span | None) -> RenderedText:
-    """Takes the characters of `removed` out of the trained spans; None takes out nothing."""
-    if removed is None:
-        return rendered
-    removed_start, removed_end = removed
-    spans: list[Span] = []
-    for start, end in rendered.spans:
-        before = (start, min(end, removed_start))
-        behind = (max(start, removed_end), end)
-        spans += [(begin, stop) for begin, stop in (before, behind) if begin < stop]
-    return replace(rendered, spans=tuple(spans))
 
 
 def _compare_with_asked(
@@ -789,8 +778,7 @@ def write_images(
 
 def _check_completion(prompt: str, completion: str, renderer: Renderer) -> Iterator[str]:
     """Yields the findings about a prompt and its completion, without typed BOS and EOS tokens."""
-    if renderer.special_tokens.search(prompt) or renderer.special_tokens.search(completion):
-        yield "typed_special_token"
+    yield from _find_typed([prompt, completion], renderer)
     if not renderer.eos:
         yield "no_end_of_turn"
     if not completion.strip():
@@ -820,8 +808,7 @@ def _check_turns(
         renderer: The renderer.
     """
     messages = conversation.messages
-    if any(renderer.special_tokens.search(message["content"]) for message in messages):
-        yield "typed_special_token"
+    yield from _find_typed((message["content"] for message in messages), renderer)
     if messages[0]["role"] == "assistant":
         yield "begins_with_assistant"
     if not _describes_calls(conversation):

@@ -444,14 +444,9 @@ def describe_source(source: DatasetSource) -> Any:
     This is quick, where hashing the files' content would take too long. A data set of the hub has
     no files.
     """
-    if source.function:
-        splits = {"function": list_files(source)}
-    else:
-        splits = find_splits(source.path) or {}
     files = [
         (file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns)
-        for split_files in splits.values()
-        for file in split_files
+        for file in list_files(source)
     ]
     return asdict(source), files
 

@@ -248,8 +248,21 @@ def write_store(
     finally:
         for file in files.values():
             file.close()
-    text = json.dumps({"columns": columns, "facts": facts()}, indent=1)
-    write_file(folder / FACTS, [f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}".encode()])
+    write_file(folder / FACTS, [seal({"columns": columns, "facts": facts()})])
+
+
+def seal(value: Any) -> bytes:
+    """Writes a value as JSON, behind a line with the checksum of the JSON."""
+    text = json.dumps(value, indent=1).encode()
+    return f"{xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
+
+
+def unseal(content: bytes) -> Any:
+    """Reads what `seal` has written. Raises `ValueError` if the checksum is another."""
+    checksum, _, text = content.partition(b"\n")
+    if checksum != xxhash.xxh3_128_hexdigest(text).encode():
+        raise ValueError("damaged")
+    return json.loads(text)
 
 
 def open_store(folder: Path) -> TokenStore:
@@ -259,10 +272,7 @@ def open_store(folder: Path) -> TokenStore:
     Raises `DamagedStore` if a file is missing or differs.
     """
     try:
-        checksum, _, text = (folder / FACTS).read_text(encoding="utf-8").partition("\n")
-        if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
-            raise DamagedStore(f"{folder / FACTS}: damaged")
-        stored = json.loads(text)
+        stored = unseal((folder / FACTS).read_bytes())
         columns = {
             name: _open_column(folder / f"{name}.bin", kind, stored["columns"][name])
             for name, kind in COLUMNS.items()
@@ -271,7 +281,7 @@ def open_store(folder: Path) -> TokenStore:
         raise DamagedStore(
             f"{error.filename or folder}: cannot be read: {error.strerror}"
         ) from None
-    except UnicodeDecodeError:
+    except ValueError:
         raise DamagedStore(f"{folder / FACTS}: damaged") from None
     store = _make_store(columns, stored["facts"])
     store.check_images()

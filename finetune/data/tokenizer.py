@@ -14,7 +14,13 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.methods import ADDED_MASK
-from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
+from finetune.config.pretrained import (
+    Vocabulary,
+    find_file,
+    load_config,
+    refuse_other_path,
+    text_config_of,
+)
 from finetune.config.schema import Data, DatasetSource, Model, Recipe, Turns
 from finetune.constants import (
     CUTTING_KEYS,
@@ -489,22 +495,12 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
 
     Empty if there is no such file, or no model.
     """
-    from transformers.utils import cached_file
-
     if model.model_name_or_path is None:
         return []
-    file = cached_file(
-        model.model_name_or_path,
-        GENERATION_FILE,
-        revision=model.model_revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    # A damaged file is reported when an export is written.
-    stops = None
-    if file:
-        stops = read_json_object(Path(file)).get("eos_token_id")
+    file = find_file(model.model_name_or_path, GENERATION_FILE, model.model_revision)
+    if file is None:
+        return []
+    stops = read_json_object(file).get("eos_token_id")  # an export reports a damaged file
     ids = stops if isinstance(stops, list) else [stops]
     return [
         str(token)

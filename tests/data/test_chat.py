@@ -353,6 +353,12 @@ LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
 LONG = "{%% set a = 'a' * 2 ** 24 %%}{%% set b = 'a' * 2 ** 24 %%}{%% for i in range(99999) %%}{%% set c = %s %%}{%% endfor %%}"
 
 
+def test_a_filter_takes_its_arguments_by_name() -> None:
+    template = "{{ 'a bcdef'|wordwrap(3, break_long_words=False) }}"
+    renderer = make_renderer(tokenizer_with(template), True)
+    assert apply_template(renderer, [{"role": "user", "content": "Q"}]) == "a\nbcdef"
+
+
 def test_an_argument_is_charged_whatever_its_name() -> None:
     work = []
     for name in ("a", "_"):
