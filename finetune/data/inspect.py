@@ -31,6 +31,7 @@ from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.paid_text import read_reward_texts, show_rewarded
 from finetune.data.prepare import find_image_family, preview_data
 from finetune.data.render import RenderedText
+from finetune.data.source_tokens import SourceStats
 from finetune.data.sources import read_rows
 from finetune.data.spans import ask_turns
 from finetune.data.tokenizer import (
@@ -271,11 +272,12 @@ def name_side(examples: Examples, example_id: int) -> str:
     """Says what an example is in its group, such as "chosen"; "" if it is a group by itself."""
     if examples.group_size == 1:
         return ""
-    if _is_pooled(examples, example_id):
+    stats = _read_stats(examples, example_id)
+    if stats.is_pooled:
         # a group is a query, the document that answers it, and documents that do not
         index_in_group = example_id % examples.group_size
         return ("query", "document", "negative")[min(index_in_group, 2)]
-    if _label_kind(examples, example_id) == "number":
+    if stats.label == "number":
         # each example is the query with one of its documents
         return "document"
     # what is left are pairs, or rated answers with their mismatched ones
@@ -403,7 +405,7 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 
 def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
     """Says for each token of an example whether it stands for a part of an image: [tokens]."""
-    ids = examples.store_of(example_id).facts.get("image_token_ids", [])
+    ids = _read_stats(examples, example_id).image_token_ids
     is_image: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
     return is_image
 
@@ -416,40 +418,30 @@ def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
     last position is no token of the example: `Examples.trains_next_token`.
     """
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
-    is_scored = bool(_name_scores(examples, example_id))
-    if is_scored or _is_pooled(examples, example_id):
+    stats = _read_stats(examples, example_id)
+    if stats.scores or stats.is_pooled:
         return has_label
     return [False, *has_label[:-1]]
 
 
-def _is_pooled(examples: Examples, example_id: int) -> bool:
-    """Whether the example is embedded: its labels mark the tokens whose states are pooled."""
-    return bool(examples.store_of(example_id).facts.get("is_pooled", False))
-
-
-def _name_scores(examples: Examples, example_id: int) -> list[str]:
-    """Returns the names of an example's scores; none if its tokens are not scored."""
-    names: list[str] = examples.store_of(example_id).facts.get("scores", [])
-    return names
-
-
-def _label_kind(examples: Examples, example_id: int) -> str:
-    """Returns what the label of a scored token says: a value of `RowFacts.label`, or "classes"."""
-    return str(examples.store_of(example_id).facts.get("label", "margin"))
+def _read_stats(examples: Examples, example_id: int) -> SourceStats:
+    """Reads what is known of the source of an example."""
+    return SourceStats.from_json(examples.store_of(example_id).facts)
 
 
 def _describe_trained(examples: Examples, example_id: int) -> str:
     """Says how many tokens of an example are trained, or what its scores are trained to be."""
-    score_names = _name_scores(examples, example_id)
+    stats = _read_stats(examples, example_id)
+    score_names = stats.scores
     labels = examples[example_id].labels
-    if _is_pooled(examples, example_id):
+    if stats.is_pooled:
         return "embedded by the states of the marked ones"
     if not score_names:
         has_next = examples.trains_next_token(example_id)
         note = ", the last of them after the end shown" if has_next else ""
         return f"{np.count_nonzero(labels != IGNORE_INDEX)} trained{note}"
     set_labels = labels[labels != IGNORE_INDEX].tolist()
-    kind = _label_kind(examples, example_id)
+    kind = stats.label
     if kind == "steps":
         marked = ", ".join(score_names[label] for label in set_labels)
         return f"scored at the marked ones as {marked}"

@@ -3,7 +3,6 @@
 The order of the rows is a pure function of (seed, epoch), so the loader's whole state is the step.
 """
 
-import json
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from finetune.data.messages import BadRow
 from finetune.data.token_store import Int32s, Int64s
 from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
+from finetune.files.durable import hash_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,8 +289,7 @@ class StoredBatches:
 
         It does not cover the rendered text, because a chat template may write a date.
         """
-        content = [store.facts["content"] for store in self.examples.stores]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+        return hash_json([store.facts["content"] for store in self.examples.stores])
 
     def rows_of(self, rows_step: int) -> list[Ids]:
         """Returns the rows of a step over all ranks, each as the ids of its examples.

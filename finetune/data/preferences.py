@@ -455,11 +455,9 @@ def _is_swapped(columns: Columns, is_reversed: bool) -> bool:
     `is_reversed`: the source names the column `rejected` as that of the chosen answer.
     """
     ratings = list(_read_ratings(columns))
-    if not ratings:
-        return False
     if is_reversed:
-        return all(of_rejected < of_chosen for of_chosen, of_rejected in ratings)
-    return all(of_chosen < of_rejected for of_chosen, of_rejected in ratings)
+        ratings = [(of_rejected, of_chosen) for of_chosen, of_rejected in ratings]
+    return bool(ratings) and all(of_chosen < of_rejected for of_chosen, of_rejected in ratings)
 
 
 def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
@@ -478,11 +476,7 @@ def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
             continue
         names = (chosen_name, rejected_name)
         of_chosen, of_rejected = (parse_number(columns.row.get(name)) for name in names)
-        are_numbers = all(
-            isinstance(value, int | float) and not isinstance(value, bool)
-            for value in (of_chosen, of_rejected)
-        )
-        if are_numbers:
+        if is_fp32_number(of_chosen) and is_fp32_number(of_rejected):
             columns.used.update(names)
             yield of_chosen, of_rejected
 

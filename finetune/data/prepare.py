@@ -97,12 +97,10 @@ class StreamedBatches:
     recipe: Recipe
     tokenizer: Any
     config: BatchConfig
-    per_device_batch_size: int
     steps: int
     world: DataParallelRank
     report: StreamReport  # of the time before anything is read
     folder: Path  # where this launch keeps its blocks
-    kind: RowKind = "answers"  # the kind of row that the method reads
     # the `model_type` of the model that takes the images of the rows read so far; empty without any
     image_families: set[str] = field(default_factory=set)
     # On the rank that reads, batches of rows read so far -> the reader of the next ones. At most
@@ -224,7 +222,7 @@ class StreamedBatches:
             examples,
             replace(self.config, seed=seed),
             self.world,
-            self.per_device_batch_size,
+            self.recipe.batch.per_device_train_batch_size,
             self.tokenizer,
             self.data.dataloader_num_workers,
         )
@@ -249,7 +247,8 @@ class StreamedBatches:
                 if rows >= BLOCK_ROWS:
                     return
 
-        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, self.kind)
+        kind = self.recipe.method_facts.rows
+        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, kind)
         runs = runs_before + len(passes)
         stats.stream = {"runs": runs, "epoch": passes[-1]}
         self.readers.clear()
@@ -344,10 +343,7 @@ def open_stream(
         if source.max_samples is not None
     )
     report = StreamReport(data.max_length, eval_sources, first_rows)
-    size = recipe.batch.per_device_train_batch_size
-    return StreamedBatches(
-        recipe, reading_tokenizer, config, size, steps, world, report, folder, kind
-    )
+    return StreamedBatches(recipe, reading_tokenizer, config, steps, world, report, folder)
 
 
 def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note) -> StepBatch:
@@ -427,7 +423,11 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> Pre
     if recipe.rollout.takes_turns and has_tools(tokenizer):
         make_tool_turns(recipe, tokenizer)  # only for the error if no tool can be called
     if recipe.data.streaming:
-        data = _prepare_stream(recipe, tokenizer, world)
+        # the held-out data is not streamed
+        held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
+        train = open_stream(recipe, tokenizer, world, eval_sources)
+        evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
+        data = PreparedData(train, evaluation, train.report, tokenizer)
     else:
         data = PreparedData(*_read_stored(recipe, tokenizer, world), tokenizer)
     refuse_problems(find_problems(recipe, images=data.images))
@@ -513,15 +513,6 @@ def preview_data(
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
     return train, evaluation, make_report(train, (source,), eval_sources, held_out)
-
-
-def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
-    """Opens the stream of a recipe, and prepares its held-out data, which is not streamed."""
-    held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
-    train: StreamedBatches = open_stream(recipe, tokenizer, world, eval_sources)
-    return PreparedData(
-        train, make_eval_batches(recipe, held_out, tokenizer, world), train.report, tokenizer
-    )
 
 
 def _read_stored(

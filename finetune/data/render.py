@@ -356,19 +356,17 @@ def _check(
         renderer: The renderer.
     """
     messages = conversation.messages
-    trained = {i: spans for i, spans in sorted(turns.items()) if conversation.trained[i]}
-    rendered = RenderedText(text, spans=((0, len(text)),), is_plain=False)
-    if renderer.assistant_only:
-        rendered = replace(
-            rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans))
-        )
     # message index -> from the start of the turn's first span to the end of its last one
     extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
-    turn_ends = []
+    trained = {i: extent for i, extent in extents.items() if conversation.trained[i]}
     if renderer.assistant_only:
-        turn_ends = [extents[i][1] for i in trained if i in extents]
+        trained_spans = tuple(sorted(span for i in trained for span in turns[i]))
+        turn_ends = [end for _, end in trained.values()]
+    else:
+        trained_spans = ((0, len(text)),)
+        turn_ends = []
     findings = [
-        *_check_turns(conversation, text, rendered.spans, turn_ends, renderer),
+        *_check_turns(conversation, text, trained_spans, turn_ends, renderer),
         *_find_dropped(conversation, text, extents),
     ]
     difference = ""
@@ -381,9 +379,15 @@ def _check(
         for i, turn in extents.items():
             reasoning = _find_reasoning(text, messages[i], i, turn, marks)
             if reasoning is not None:
-                rendered = replace(rendered, spans=cut_out(rendered.spans, reasoning))
-    trained_extents = {i: span for i, span in extents.items() if i in trained}
-    return replace(rendered, findings=tuple(findings), turns=trained_extents, difference=difference)
+                trained_spans = cut_out(trained_spans, reasoning)
+    return RenderedText(
+        text,
+        trained_spans,
+        is_plain=False,
+        findings=tuple(findings),
+        turns=trained,
+        difference=difference,
+    )
 
 
 def _lacks_reasoning(conversation: Conversation, renderer: Renderer) -> bool:

@@ -68,7 +68,7 @@ from finetune.init.new_recipe import (
 )
 from finetune.plan.architecture import find_config
 from finetune.plan.table import compare_need, name_unknown
-from finetune.units import MIB, counted, read_gpu_memory, read_size
+from finetune.units import MIB, read_gpu_memory, read_size
 
 T = TypeVar("T")
 
@@ -413,17 +413,13 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     if kind == "answers":
         source = choose_columns(rows[0], source, finds_chat_template(model))
     summary = summarize_data(source, rows, places, rows_read, kind, model)
-    if summary.is_counted:
-        row_count = counted(summary.rows, "row")
-    else:
-        row_count = f"more than {counted(summary.rows, 'row')}"
     if summary.is_tokenized:
         caveat = ""
     else:
         caveat = " (a guess from their characters)"
     print(
-        f"data    {path}: {row_count}, read as {summary.format}, about {summary.mean_tokens:,.0f} "
-        f"tokens each{caveat}"
+        f"data    {path}: {summary.row_count}, read as {summary.format}, about "
+        f"{summary.mean_tokens:,.0f} tokens each{caveat}"
     )
     if unread := list_unread_files(source):
         more = ""

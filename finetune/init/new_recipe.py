@@ -58,7 +58,6 @@ class DataSummary:
 
     source: DatasetSource  # with the columns that the recipe will name
     format: str  # a key of RENDERINGS, such as messages, alpaca or text
-    columns: tuple[str, ...]  # of the first row
     rows: int  # the number of all rows if `is_counted`; else of the rows that were read
     is_counted: bool
     longest_tokens: int  # of the 99th percentile of documents
@@ -68,6 +67,12 @@ class DataSummary:
     labels: Names = ()  # the classes of the rows that were read
     num_negatives: int = 0  # negatives that every row of retrieval has, at most MOST_NEGATIVES
     sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
+
+    @property
+    def row_count(self) -> str:
+        """The number of rows in words: "8 rows", or "more than 1,000 rows"."""
+        row_count = counted(self.rows, "row")
+        return row_count if self.is_counted else f"more than {row_count}"
 
 
 def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[str], int]:
@@ -134,7 +139,6 @@ def summarize_data(
     return DataSummary(
         source=source,
         format=parsed[0].rendering,
-        columns=tuple(map(str, rows[0])),
         rows=rows_read,
         is_counted=is_at_end or bool(files),
         longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))]) + TEMPLATE_TOKENS,
@@ -678,15 +682,11 @@ def list_entry(source: DatasetSource) -> Keys:
 
 def _describe_datasets(data: DataSummary, entry: Keys) -> Iterator[str]:
     """Yields the lines of `datasets`, which has one entry."""
-    if data.is_counted:
-        row_count = counted(data.rows, "row")
-    else:
-        row_count = f"more than {counted(data.rows, 'row')}"
     yield "datasets:"
     (origin_key, origin), *others = entry.items()
     says = RENDERINGS[data.format].says
-    columns = list_columns(data.columns)
-    yield _line(f"  - {origin_key}", origin, f"{row_count} with the columns {columns}")
+    columns = list_columns(data.sample[0])
+    yield _line(f"  - {origin_key}", origin, f"{data.row_count} with the columns {columns}")
     for key, value in others:
         yield _line(f"    {key}", value, says if key == "type" else "")
     if "type" not in entry:
