@@ -116,28 +116,15 @@ def convert_os_errors(path: str) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-class _Unpacked(io.RawIOBase):
+class _Unpacked(gzip.GzipFile):
     """The content of a gzip file as a stream.
 
     Reading raises `UserError` at a bound, because a few megabytes may unpack to terabytes.
     """
 
-    def __init__(self, packed: gzip.GzipFile, path: str) -> None:
-        self._packed = packed
-        self._path = path
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._packed.seek(offset, whence)
-
     def readinto(self, buffer: Any) -> int:
-        count = self._packed.readinto(buffer)
-        limit_unpacked(self._path, self._packed.tell())
+        count = super().readinto(buffer)
+        limit_unpacked(self.name, self.tell())
         return count
 
 
@@ -165,8 +152,8 @@ def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
     with convert_os_errors(path):
         try:
             if path.endswith(".gz"):
-                with gzip.open(path, "rb") as packed:
-                    yield io.BufferedReader(_Unpacked(packed, path), buffer_size=2**20)
+                with _Unpacked(path, "rb") as unpacked:
+                    yield io.BufferedReader(unpacked, buffer_size=2**20)
             else:
                 with Path(path).open("rb") as stream:
                     yield stream
