@@ -383,12 +383,9 @@ def _check_output(output: str, overwrite: bool) -> str:
     """
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
-        if path.name in ("", ".."):
-            example = path / "my_recipe.yaml"
-        else:
-            example = path.with_suffix(".yaml")
         raise UserError(
-            f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output {example}"
+            f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output "
+            "my_recipe.yaml"
         )
     if path.exists() and not overwrite:
         raise UserError(

@@ -189,22 +189,17 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Nam
             f"{source.origin}: {name}: no class; its columns are {list_columns(rows[0])}, and "
             "--label-column names the one of the class"
         )
-    if len(values) > MOST_CLASSES:
-        raise UserError(
-            f"{source.origin}: {name}: {len(values):,} classes in {len(rows):,} rows; is it the "
-            "column of the class? --label-column names another"
-        )
     numbers = [value for value in values if isinstance(value, int)]
-    if len(numbers) == len(values) and min(numbers) >= 0:
-        largest = max(numbers)
-        if largest >= MOST_CLASSES:
-            raise UserError(
-                f"{source.origin}: {name}: {largest + 1:,} classes, as the largest is {largest:,}; "
-                "is it the column of the class? --label-column names another; or number the "
-                "classes from 0"
-            )
-        return tuple(str(number) for number in range(largest + 1))
-    return tuple(sorted(map(str, values)))
+    are_indexes = len(numbers) == len(values) and min(numbers) >= 0
+    names = sorted(map(str, values))
+    count = max(numbers) + 1 if are_indexes else len(names)
+    if count > MOST_CLASSES:
+        last = max(numbers) if are_indexes else names[-1]
+        raise UserError(
+            f"{source.origin}: {name}: {count:,} classes, the last of them {last}; is it the "
+            "column of the class? --label-column names another; number classes from 0"
+        )
+    return tuple(map(str, range(count))) if are_indexes else tuple(names)
 
 
 def _count_negatives(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> int:
