@@ -308,9 +308,7 @@ class ImageProcessor:
             )
         # If Pillow is missing, transformers' message would ask to restart a notebook.
         _import_pillow()
-        options = {}
-        if name == self._model.model_name_or_path:
-            options = {"revision": self._model.model_revision}
+        options = {"revision": self._revision}
         try:
             # the last file that names a class decides
             configs = [json.loads(text) for text in self.describe().values()]
@@ -347,15 +345,19 @@ class ImageProcessor:
         """The model's name or path; of a model from random weights, the tokenizer's."""
         return self._model.model_name_or_path or self._model.tokenizer_name_or_path
 
+    @property
+    def _revision(self) -> str | None:
+        """The model's revision; None for a name that is the tokenizer's."""
+        is_of_model = self._name == self._model.model_name_or_path
+        return self._model.model_revision if is_of_model else None
+
     def describe(self) -> dict[str, str]:
         """Reads IMAGE_FILES: name -> content. Files that the model does not have are left out."""
         if self._name is None:
             return {}
-        is_of_model = self._name == self._model.model_name_or_path
-        revision = self._model.model_revision if is_of_model else None
         files: dict[str, str] = {}
         for file in IMAGE_FILES:
-            path = find_file(self._name, file, revision)
+            path = find_file(self._name, file, self._revision)
             if path is not None:
                 files[file] = path.read_text(encoding="utf-8", errors="replace")
         return files

@@ -140,7 +140,6 @@ def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[R
     Raises `BadRow` if the conversation cannot be rendered.
     """
     renderer = add_variables(renderer, document.variables)
-    document = replace(document, variables={})
     if renderer.turns == "last":
         trained = [i for i, is_trained in enumerate(document.trained) if is_trained]
         document = _keep_turns(document, trained[-1:])
