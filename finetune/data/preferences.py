@@ -476,7 +476,11 @@ def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
             continue
         names = (chosen_name, rejected_name)
         of_chosen, of_rejected = (parse_number(columns.row.get(name)) for name in names)
-        if is_fp32_number(of_chosen) and is_fp32_number(of_rejected):
+        are_numbers = all(
+            isinstance(value, int | float) and not isinstance(value, bool)
+            for value in (of_chosen, of_rejected)
+        )
+        if are_numbers:
             columns.used.update(names)
             yield of_chosen, of_rejected
 

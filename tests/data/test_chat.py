@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
 from finetune.data import template_sandbox
-from finetune.data.formats import Conversation, parse_row
+from finetune.data.formats import Conversation, Question, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
 from finetune.data.tokenizer import TEMPLATES, Renderer, apply_template, make_renderer
@@ -325,6 +325,15 @@ def test_content_that_a_template_drops_is_reported() -> None:
             make_renderer(tokenizer_with(template), True),
         ).findings
         assert remarks == (f"{role}_dropped",)
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_that_a_template_drops_from_a_prompt_are_reported(role: str) -> None:
+    users = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    messages = ({"role": role, "content": "Be\nbrief."}, {"role": "user", "content": "Q? brief."})
+    asked = Question(Conversation(messages, (False, False)), row="")
+    renderer = make_renderer(tokenizer_with(users), True)
+    assert render(asked, renderer).findings == ("system_dropped",)
 
 
 def test_a_template_that_rejects_a_row_gives_a_bad_row_with_its_message() -> None:
