@@ -307,16 +307,19 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     present = [str(column) for column, value in row.items() if value is not None]
     if {"instruction", "output"} <= set(present) or any(map(_is_of_conversation, present)):
         return None
-    questions = [name for name in present if name.lower() in QUESTION_COLUMNS]
-    answers = [name for name in present if name.lower() in ANSWER_COLUMNS]
-    if len(questions) != 1 or len(answers) != 1:
+    candidates = [
+        (question, answer)
+        for question in present
+        if question.lower() in QUESTION_COLUMNS
+        for answer in present
+        if answer.lower() in ANSWER_COLUMNS
+    ]
+    if len(candidates) != 1:
         return None
-    question = questions[0]
-    answer = answers[0]
+    [(question, answer)] = candidates
     is_known = (question.lower(), answer.lower()) in COMMON_PAIRS
-    if is_known and isinstance(row[question], str) and isinstance(row[answer], str):
-        return (question, answer)
-    return None
+    are_texts = isinstance(row[question], str) and isinstance(row[answer], str)
+    return (question, answer) if is_known and are_texts else None
 
 
 def _is_of_conversation(column: str) -> bool:
