@@ -6,7 +6,7 @@ The format is the recipe's, or recognized from the row's columns.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -72,6 +72,11 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)  # the row's own chat_template_kwargs
     images: tuple[Any, ...] = ()  # as the row names them, one for each IMAGE in the contents
+
+    @property
+    def answers(self) -> list[Message]:
+        """The messages that are trained on."""
+        return list(compress(self.messages, self.trained))
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,14 +167,9 @@ def is_empty_answer(document: Document) -> bool:
     if isinstance(document, Completion):
         return not document.completion.strip()
     assert isinstance(document, Conversation), "parse_pair makes nothing else"
-    answers = [
-        message
-        for message, is_trained in zip(document.messages, document.trained, strict=True)
-        if is_trained
-    ]
     return all(
         not message["content"].strip() and not message.keys() - {"role", "content"}
-        for message in answers
+        for message in document.answers
     )
 
 
@@ -538,24 +533,16 @@ def join_answer(prompt: Document, answer: Document) -> Document:
     >>> join_answer(Completion("2+2=", " 4"), Completion("Who?", " Me."))
     Completion(prompt='2+2=', completion=' Me.')
     """
-    if isinstance(prompt, Completion):
-        if isinstance(answer, Completion):
-            return replace(prompt, completion=answer.completion)
-        contents = []
-        if isinstance(answer, Conversation):
-            contents = [
-                message["content"]
-                for message, is_trained in zip(answer.messages, answer.trained, strict=True)
-                if is_trained
-            ]
-        return replace(prompt, completion="\n".join(contents))
-    assert isinstance(prompt, Conversation), "plain text has no prompt"
-    prompt_turns, _ = _split_prompt(prompt)
     if isinstance(answer, Conversation):
         _, answer_turns = _split_prompt(answer)
     else:
         assert isinstance(answer, Completion), "plain text has no answer"
         answer_turns = [(make_message("assistant", answer.completion), True)]
+    if isinstance(prompt, Completion):
+        contents = [message["content"] for message, is_trained in answer_turns if is_trained]
+        return replace(prompt, completion="\n".join(contents))
+    assert isinstance(prompt, Conversation), "plain text has no prompt"
+    prompt_turns, _ = _split_prompt(prompt)
     turns = [*prompt_turns, *answer_turns]
     return replace(
         prompt,
@@ -624,8 +611,7 @@ def _train_last(conversation: Conversation) -> Conversation:
     last = max(
         i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
     )
-    trained = tuple(is_trained and i == last for i, is_trained in enumerate(conversation.trained))
-    return replace(conversation, trained=trained)
+    return _train_from(last, conversation)
 
 
 def _split_prompt(conversation: Conversation) -> tuple[Turns, Turns]:

@@ -396,8 +396,7 @@ def _lacks_reasoning(conversation: Conversation, renderer: Renderer) -> bool:
     """
     if renderer.unthinking is None:
         return False
-    turns = zip(conversation.messages, conversation.trained, strict=True)
-    return not any(read_reasoning(message) for message, is_trained in turns if is_trained)
+    return not any(map(read_reasoning, conversation.answers))
 
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
@@ -929,7 +928,7 @@ def _find_dropped_answers(
 
     `answers`: message index -> text of an assistant's turn; there must be at least one.
     """
-    trained = [conversation.messages[i] for i in answers if conversation.trained[i]]
+    trained = conversation.answers
     # Templates may rewrite the content of earlier turns. So only the last turn is compared, and
     # turns with tool calls.
     last = conversation.messages[max(answers)]
