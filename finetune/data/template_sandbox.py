@@ -401,10 +401,8 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         if name in CONSTANT_TIME:
             return function
         size = FILTERS.get(name)
-        # Jinja passes an environment or context before the values if this attribute says so.
-        values_begin = 1
-        if getattr(function, "jinja_pass_arg", None) is None:
-            values_begin = 0
+        # Jinja passes an environment or context before the values if it has this attribute.
+        values_begin = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)  # copies `jinja_pass_arg` too
         def guarded(*args: Any, **kwargs: Any) -> Any:
