@@ -1,7 +1,7 @@
 """Rows of a source: a file, a glob, a folder, a function or a data set of the hub; and its hashes.
 
-Parquet and Arrow files are read by pyarrow, data sets of the hub by the `datasets` library, text
-files by readers.py.
+Parquet, Arrow and data sets of the hub are read by pyarrow and the `datasets` library, text files
+by readers.py.
 """
 
 import os
@@ -450,7 +450,7 @@ def describe_source(source: DatasetSource) -> Any:
     return asdict(source), files
 
 
-COLUMN_ROWS = 32  # rows of a Parquet or Arrow file that are in memory at a time, at most
+PARQUET_ROWS = 32  # rows of a Parquet file that are in memory at a time, at most
 
 
 def read_file(path: str) -> Iterator[NumberedRow]:
@@ -492,7 +492,7 @@ def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
         limit_unpacked(path, max(sum(sizes), 8 * values))
         largest_row = max(sizes, default=1)  # a row may hold all of its group's dictionary values
         max_bytes = most_unpacked(Path(path).stat().st_size)
-        rows = min(COLUMN_ROWS, max(1, max_bytes // max(1, largest_row)))
+        rows = min(PARQUET_ROWS, max(1, max_bytes // max(1, largest_row)))
         unpacked = 0  # bytes
         for batch in file.iter_batches(batch_size=rows):
             unpacked += batch.nbytes + sum(map(_count_dictionary_bytes, batch.columns))
@@ -500,29 +500,27 @@ def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
-def _read_arrow(path: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of an Arrow file, a few in memory at a time; the file is memory-mapped.
+def _count_dictionary_bytes_of_file(path: str) -> int:
+    """Counts the bytes that the dictionary columns of an Arrow file take as rows.
 
-    Raises `UserError` if the compressed buffers of the file, or the dictionary values of the rows
-    so far, unpack to more than `most_unpacked` bytes.
+    A value counts in each row where it stands, though the file holds it once.
     """
     from pyarrow import ipc, memory_map
 
-    limit_unpacked(path, _count_unpacked_bytes(path))
-    unpacked = 0  # bytes of dictionary values, each counted in every row where it stands
     with memory_map(path) as source:
         is_file = source.read(6) == b"ARROW1"
         source.seek(0)
         if is_file:
             reader = ipc.open_file(source)
-            batches = map(reader.get_batch, range(reader.num_record_batches))
         else:
-            batches = ipc.open_stream(source)
-        for batch in batches:
-            unpacked += sum(map(_count_dictionary_bytes, batch.columns))
-            limit_unpacked(path, unpacked)
-            for start in range(0, len(batch), COLUMN_ROWS):
-                yield from batch.slice(start, COLUMN_ROWS).to_pylist()
+            reader = ipc.open_stream(source)
+        if "dictionary<" not in str(reader.schema):
+            return 0
+        if is_file:
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            batches = reader
+        return sum(_count_dictionary_bytes(column) for batch in batches for column in batch.columns)
 
 
 def _count_dictionary_bytes(column: Any) -> int:
@@ -623,16 +621,30 @@ def _follow_field(flatbuffer: bytes, table: int, field: int) -> int:
 def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
     """Yields the rows of a Parquet or Arrow file, numbered from 1.
 
-    Raises `UserError` if the file cannot be read or unpacks to too much.
+    The `datasets` library reads Arrow files as a stream, which makes no copy of them. Raises
+    `UserError` if the file cannot be read or unpacks to too much.
     """
+    import datasets
+
+    # The library would log what it cannot read, in addition to raising it.
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     number = 0
     try:
-        for row in _read_parquet(path) if kind == "parquet" else _read_arrow(path):
+        if kind == "parquet":
+            rows = _read_parquet(path)
+        else:
+            limit_unpacked(path, _count_unpacked_bytes(path))
+            limit_unpacked(path, _count_dictionary_bytes_of_file(path))
+            stream = datasets.load_dataset(
+                kind, data_files=[escape(path)], split="train", streaming=True
+            )
+            rows = _keep_images_encoded(stream)
+        for row in rows:
             number += 1
             yield number, remove_none_values(row)
     except UserError:
         raise
-    except Exception as error:  # pyarrow has many kinds
+    except Exception as error:  # pyarrow, fsspec and datasets each have their own
         reason = first_line(error)
         raise UserError(f"{path}: cannot be read as {kind} after row {number}: {reason}") from None
 
