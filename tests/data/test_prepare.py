@@ -472,7 +472,7 @@ def test_findings_that_do_not_stop_it(prepare: Prepare, tmp_path: Path) -> None:
 def test_data_that_is_too_little_says_so(prepare: Prepare, tmp_path: Path) -> None:
     path = str(write_lines(tmp_path / "a.jsonl", [chat("Q", "A"), chat("R", "B")]))
     with pytest.raises(
-        UserError, match="1 row of 2 examples, too few for 2 ranks; .* a smaller max_length"
+        UserError, match=r"1 row of 2 examples, too few for 2 ranks; .* a smaller max_length"
     ):
         prepare([{"path": path}], size=2)
     assert prepare([{"path": path}], size=2, packing=False).train.rows_per_epoch == 2
