@@ -104,6 +104,25 @@ class Vocabulary:
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
 
+def find_file(name: str, file: str, revision: str | None) -> Path | None:
+    """Finds a file of the model `name`, a folder or a hub name, and downloads it if it is not in
+    the cache.
+
+    Returns None if the model has no such file, or the hub does not give it.
+    """
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        name,
+        file,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return Path(path) if path else None
+
+
 def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
     """Loads the transformers config of the recipe's model, from its files or from model_config.
 

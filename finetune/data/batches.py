@@ -81,22 +81,18 @@ class MicroBatch:
     @property
     def inputs(self) -> dict[str, Any]:
         """The keyword arguments of the model's forward."""
-        names = ("input_ids", "labels", "position_ids", "trained_positions")
-        inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
+        names = ["input_ids", "labels", "position_ids", "trained_positions"]
+        if self.cu_seq_lens is None:
+            names.append("document_lengths")
+        else:
+            names += ["cu_seq_lens", "max_document_length", "packed_lengths", "continued"]
         if self.token_mask is not None:
-            inputs["token_mask"] = self.token_mask
+            names.append("token_mask")
+        if self.images is not None:
+            names += ["images", "image_counts"]
+        inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.experts is not None:
             inputs["replayed_experts"] = self.experts
-        if self.cu_seq_lens is not None:
-            inputs |= {
-                "cu_seq_lens": self.cu_seq_lens,
-                "max_document_length": self.max_document_length,
-            }
-            inputs |= {"packed_lengths": self.packed_lengths, "continued": self.continued}
-        else:
-            inputs["document_lengths"] = self.document_lengths
-        if self.images is not None:
-            inputs |= {"images": self.images, "image_counts": self.image_counts}
         return inputs
 
     def locate_documents(self) -> Iterator[tuple[int, int, slice]]:

@@ -3,29 +3,14 @@ class that a model learns to name.
 """
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from finetune.config.methods import MULTI_LABEL
 from finetune.config.schema import Data, DatasetSource
-from finetune.data.formats import (
-    PARSERS,
-    TURN_READERS,
-    Columns,
-    Conversation,
-    Document,
-    Group,
-    ParsedRow,
-    Row,
-    make_conversation,
-    make_message,
-    recognize_format,
-)
-from finetune.data.messages import BadRow, is_of_assistant, list_columns, parse_list, parse_number
+from finetune.data.formats import Columns, Group, ParsedRow, Row, parse_document, recognize_format
+from finetune.data.messages import BadRow, list_columns, parse_list, parse_number
 
 LABEL = "label"
-# stands in for the assistant's turn, without which `make_conversation` rejects a row
-EMPTY = make_message("assistant", "")
 
 
 def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
@@ -58,10 +43,7 @@ def parse_class(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
         label = _find_class(value, name, data.labels)
     other_columns = {column: value for column, value in row.items() if column != name}
     row_format = source.type or recognize_format(other_columns, source)
-    if row_format in TURN_READERS:
-        document = _make_conversation(columns, TURN_READERS[row_format](columns, source))
-    else:
-        document = PARSERS[row_format](columns, source)
+    document = parse_document(row_format, columns, source, needs_answer=False)
     return ParsedRow((Group((document,), labels=(label,)),), row_format, columns.unused)
 
 
@@ -103,20 +85,4 @@ def _find_class(value: Any, name: str, labels: tuple[str, ...]) -> int:
         return int(index)
     raise BadRow(
         f"{name}: {value!r} is none of labels ({', '.join(labels)}), nor a place among them from 0"
-    )
-
-
-def _make_conversation(columns: Columns, turns: list[Any]) -> Document:
-    """Makes a conversation of turns, of which the last may be the user's or the assistant's.
-
-    Where it is not the assistant's, an empty answer is added for `make_conversation`, which
-    requires an assistant's turn, and removed again.
-    """
-    if not turns:
-        raise BadRow("messages: an empty list")
-    if is_of_assistant(turns[-1]):
-        return make_conversation(columns, turns)
-    conversation: Conversation = make_conversation(columns, [*turns, EMPTY])
-    return replace(
-        conversation, messages=conversation.messages[:-1], trained=conversation.trained[:-1]
     )

@@ -5,7 +5,7 @@ the contents of data_report.json.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,27 +69,22 @@ class SourceReport:
     images: int = 0
     image_tokens: int = 0  # tokens that stand for the images
 
-    def image_lines(self) -> list[str]:
-        """The line that counts the images; an empty list if there are none."""
-        share = f"{self.image_tokens / max(self.tokens, 1):.1%}"
-        line = (
-            f"{self.path}: {counted(self.images, 'image')}, which take {self.image_tokens:,} "
-            f"({share}) of its tokens"
-        )
-        return [line] if self.images else []
-
-    def sample_lines(self) -> list[str]:
-        """The line that says how many of the rows are read; an empty list without max_samples."""
-        if self.rows_in_source is None:
-            return []
-        return [
-            f"{self.path}: {self.rows_read:,} of its {counted(self.rows_in_source, 'row')} "
-            "(max_samples), drawn by the seed"
-        ]
-
-    def lost_lines(self) -> list[str]:
-        """The line on the tokens that were cut off or dropped; an empty list if none were."""
-        return describe_lost(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
+    def lines(self) -> list[str]:
+        """The lines on the rows that max_samples drew, the images, and the tokens that are lost."""
+        lines = []
+        if self.rows_in_source is not None:
+            lines.append(
+                f"{self.path}: {self.rows_read:,} of its {counted(self.rows_in_source, 'row')} "
+                "(max_samples), drawn by the seed"
+            )
+        if self.images:
+            share = f"{self.image_tokens / max(self.tokens, 1):.1%}"
+            lines.append(
+                f"{self.path}: {counted(self.images, 'image')}, which take {self.image_tokens:,} "
+                f"({share}) of its tokens"
+            )
+        lines += describe_lost(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
+        return lines
 
 
 def count_groups(examples: Examples) -> dict[str, int]:
@@ -286,6 +281,7 @@ class DataReport:
     Every count is of one epoch over all ranks.
     """
 
+    is_complete: ClassVar[bool] = True  # all data has been read
     sources: tuple[SourceReport, ...]
     eval_sources: tuple[SourceReport, ...]
     examples: int
@@ -303,11 +299,6 @@ class DataReport:
     findings: tuple[Finding, ...]
 
     @property
-    def is_complete(self) -> bool:
-        """True: all data has been read. A stream, which is read while training, says False."""
-        return True
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest example."""
         return max(self.length_quantiles.values())
@@ -322,8 +313,7 @@ class DataReport:
     def lines(self) -> list[str]:
         """The lines about the data on a run's first screen.
 
-        They are the totals, the samples that were drawn, the images and the tokens lost, then the
-        findings above a notice.
+        They are the totals, the lines of each source, then the findings above a notice.
         """
         examples = count_examples(self.examples, self.pairs, self.desirable, self.undesirable)
         totals = f"{examples}, {counted(self.tokens, 'token')}"
@@ -333,11 +323,8 @@ class DataReport:
         else:
             totals += " of prompts"
         sources = (*self.sources, *self.eval_sources)
-        drawn = [line for source in sources for line in source.sample_lines()]
-        contents = [
-            line for source in sources for line in (*source.image_lines(), *source.lost_lines())
-        ]
-        return [totals, *drawn, *contents, *map(str, list_warnings(self.findings))]
+        of_sources = [line for source in sources for line in source.lines()]
+        return [totals, *of_sources, *map(str, list_warnings(self.findings))]
 
 
 def make_report(
@@ -429,6 +416,7 @@ class StreamReport:
     A source that has ended is read again, and its rows then count again.
     """
 
+    is_complete: ClassVar[bool] = False  # the stream is read while training
     max_length: int
     eval_sources: tuple[SourceReport, ...] = ()
     first_rows: tuple[tuple[str, int], ...] = ()  # (path, max_samples) of sources with max_samples
@@ -442,11 +430,6 @@ class StreamReport:
     reported: dict[str, int] = field(default_factory=dict)
 
     @property
-    def is_complete(self) -> bool:
-        """False: the stream is read while training."""
-        return False
-
-    @property
     def tokens(self) -> int:
         return self.counts["tokens"]
 
@@ -454,11 +437,6 @@ class StreamReport:
     def longest(self) -> int:
         """The most tokens that an example may have: those to come are not known."""
         return self.max_length
-
-    @property
-    def formats(self) -> set[str]:
-        """The formats of the held-out rows. Those of the stream are not collected."""
-        return {name for source in self.eval_sources for name in source.formats}
 
     @property
     def findings(self) -> list[Finding]:
@@ -502,10 +480,8 @@ class StreamReport:
             f"{path}: its first {rows:,} rows (max_samples), not drawn"
             for path, rows in self.first_rows
         ]
-        drawn = [
-            f"held out: {line}" for source in self.eval_sources for line in source.sample_lines()
-        ]
-        return ["streamed, read while training", *first, *drawn, *shown]
+        held_out = [f"held out: {line}" for source in self.eval_sources for line in source.lines()]
+        return ["streamed, read while training", *first, *held_out, *shown]
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -8,12 +8,13 @@ methods are tools.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from finetune.config.reward_names import SERVED_ENVIRONMENTS
 from finetune.config.user_code import explained, load, place_of
 from finetune.data.messages import BadRow, Tool, describe_tool, describe_value
-from finetune.data.openenv import OpenEnv, call_served, connect
+from finetune.data.openenv import OpenEnv, connect
 from finetune.errors import UserError
 
 RESERVED = ("reset", "get_reward")  # methods that are not tools
@@ -51,7 +52,7 @@ def list_tools(environment: Any) -> dict[str, Callable[..., Any]]:
     The tools of an OpenEnv server are those that it lists.
     """
     if isinstance(environment, OpenEnv):
-        return call_served(environment)
+        return {name: partial(environment.call, name) for name in environment.served_tools}
     return {
         name: getattr(environment, name)
         for name, _ in inspect.getmembers(type(environment), inspect.isfunction)

@@ -260,8 +260,7 @@ def _say_overlong(
         overlong: bool[documents]: which are too long.
         max_length: The most tokens that are allowed.
     """
-    places = np.stack([store.files[overlong], store.rows[overlong]])
-    rows = np.unique(places, axis=1).shape[1]  # several documents may come from one row
+    rows = len(np.unique(number_rows(store)[overlong]))  # a row may become several documents
     ways = "truncate, drop or split" if store.group_size == 1 else "truncate or drop"
     first = store.where(int(np.argmax(overlong)))
     return (

@@ -6,7 +6,7 @@ The format is the recipe's, or recognized from the row's columns.
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import compress, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -72,6 +72,11 @@ class Conversation:
     tools: tuple[Tool, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)  # the row's own chat_template_kwargs
     images: tuple[Any, ...] = ()  # as the row names them, one for each IMAGE in the contents
+
+    @property
+    def answers(self) -> list[Message]:
+        """The messages that are trained on."""
+        return list(compress(self.messages, self.trained))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +187,7 @@ class ParsedRow:
     """The contents of a row. Returned by the parsers of every kind of row, such as `parse_row`."""
 
     groups: tuple[Group, ...]
-    format: str  # a key of PARSERS, or the name of another parser's format, such as preference
+    format: str  # a key of `FORMATS`, or the name of another parser's format, such as preference
     unused_columns: tuple[str, ...]  # the columns that hold a value and were not read
     findings: Names = ()  # keys of `CHECKS` in data/findings.py
 
@@ -288,7 +293,7 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
         question_column, answer_column = common_pair
         source = replace(source, prompt_column=question_column, completion_column=answer_column)
         findings = ("columns_recognized",)
-    group = Group((PARSERS[row_format](columns, source),))
+    group = Group((parse_document(row_format, columns, source),))
     return ParsedRow((group,), row_format, columns.unused, findings)
 
 
@@ -307,16 +312,19 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     present = [str(column) for column, value in row.items() if value is not None]
     if {"instruction", "output"} <= set(present) or any(map(_is_of_conversation, present)):
         return None
-    questions = [name for name in present if name.lower() in QUESTION_COLUMNS]
-    answers = [name for name in present if name.lower() in ANSWER_COLUMNS]
-    if len(questions) != 1 or len(answers) != 1:
+    candidates = [
+        (question, answer)
+        for question in present
+        if question.lower() in QUESTION_COLUMNS
+        for answer in present
+        if answer.lower() in ANSWER_COLUMNS
+    ]
+    if len(candidates) != 1:
         return None
-    question = questions[0]
-    answer = answers[0]
+    [(question, answer)] = candidates
     is_known = (question.lower(), answer.lower()) in COMMON_PAIRS
-    if is_known and isinstance(row[question], str) and isinstance(row[answer], str):
-        return (question, answer)
-    return None
+    are_texts = isinstance(row[question], str) and isinstance(row[answer], str)
+    return (question, answer) if is_known and are_texts else None
 
 
 def _is_of_conversation(column: str) -> bool:
@@ -488,16 +496,6 @@ TURN_READERS: dict[str, Callable[[Columns, DatasetSource], list[Any]]] = {
     "messages": _take_message_turns,
     "sharegpt": _take_sharegpt_turns,
 }
-
-
-def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
-    """Reads a row as `_take_message_turns`."""
-    return make_conversation(columns, _take_message_turns(columns, source))
-
-
-def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
-    """Reads a row as `_take_sharegpt_turns`."""
-    return make_conversation(columns, _take_sharegpt_turns(columns, source))
 
 
 def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
@@ -702,8 +700,6 @@ def _take_numbers(columns: Columns, column: str, length: int | None) -> list[int
 
 
 PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
-    "messages": _parse_messages,
-    "sharegpt": _parse_sharegpt,
     "alpaca": _parse_alpaca,
     "prompt_completion": _parse_prompt_completion,
     "text": _parse_text,
@@ -714,21 +710,40 @@ PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
 }
 
 
+def parse_document(
+    row_format: str, columns: Columns, source: DatasetSource, *, needs_answer: bool = True
+) -> Document:
+    """Reads the document of a row in a format, a key of TURN_READERS or PARSERS.
+
+    Raises `BadRow` for a row that is not as expected. `needs_answer`: as in `make_conversation`,
+    for a format of TURN_READERS.
+    """
+    if row_format in TURN_READERS:
+        turns = TURN_READERS[row_format](columns, source)
+        return make_conversation(columns, turns, needs_answer=needs_answer)
+    return PARSERS[row_format](columns, source)
+
+
 def make_message(role: str, content: str) -> Message:
     """Makes a message of plain text."""
     return {"role": role, "content": content}
 
 
-def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
+def make_conversation(
+    columns: Columns, turns: list[Any], *, needs_answer: bool = True
+) -> Conversation:
     """Makes a conversation of turns and of other columns of the row.
 
     The other columns are `system`, `tools`, `images` or `image`, and `chat_template_kwargs`. They
     are recorded as used. `system` is put in front as a message, unless the first message is that
     one already.
 
-    Raises `BadRow` for turns or columns that are not as expected.
+    Raises `BadRow` for turns or columns that are not as expected; with `needs_answer` also if no
+    turn is the assistant's.
     """
-    messages, trained, images = parse_messages(turns, _take_images(columns))
+    messages, trained, images = parse_messages(
+        turns, _take_images(columns), needs_answer=needs_answer
+    )
     tools = _take_tools(columns, messages)
     system = columns.row.get("system")
     if isinstance(system, str):

@@ -94,22 +94,20 @@ class GroupReader:
         return parsed_rows
 
     def _complete(self, batch: GroupBatch) -> GroupBatch:
-        """Adds mismatched documents to the groups of a batch."""
-        source, rows, parsed_rows = batch
-        return source, rows, self._add_mismatched(parsed_rows)
-
-    def _add_mismatched(self, rows: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
         """Adds to the group of each rated answer a mismatched document.
 
-        It is the answer's prompt with the answer of a document of these rows to another prompt, or
-        one of `answers`. Rows without rated answers stay as they are.
+        It is the answer's prompt with the answer of a document of the batch to another prompt, or
+        one of `answers`. A batch without rated answers stays as it is.
         """
         if self.kind != "ratings":
-            return rows
-        mismatched = iter(find_mismatched(_list_rated(rows), self.answers))
-        return [
-            row if isinstance(row, BadRow) else _complete_ratings(row, mismatched) for row in rows
+            return batch
+        source, rows, parsed_rows = batch
+        mismatched = iter(find_mismatched(_list_rated(parsed_rows), self.answers))
+        completed = [
+            row if isinstance(row, BadRow) else _complete_ratings(row, mismatched)
+            for row in parsed_rows
         ]
+        return source, rows, completed
 
 
 def _list_rated(rows: Iterable[ParsedRow | BadRow]) -> list[Document]:

@@ -105,7 +105,8 @@ def _separate_call(block: Any) -> tuple[list[Any], list[dict[str, Any]]]:
 
 def _make_call(name: Any, arguments: Any, call_id: Any) -> dict[str, Any]:
     """Makes a call {name, arguments, id} without the keys whose value is None."""
-    return _without_nulls(name=name, arguments=arguments, id=call_id)
+    call = {"name": name, "arguments": arguments, "id": call_id}
+    return {key: value for key, value in call.items() if value is not None}
 
 
 def _read_part(part: dict[str, Any]) -> dict[str, Any] | None:
@@ -200,11 +201,6 @@ def _read_part_of_result(part: Any) -> list[Any]:
 def without_keys(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     """Copies a mapping without `keys`."""
     return {key: value for key, value in mapping.items() if key not in keys}
-
-
-def _without_nulls(**values: Any) -> dict[str, Any]:
-    """Makes a mapping of the keyword arguments that are not None."""
-    return {key: value for key, value in values.items() if value is not None}
 
 
 def _take(mapping: Mapping[str, Any], name: str) -> Any:

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 import xxhash
 
-from finetune.config.pretrained import is_vision_language, load_config
+from finetune.config.pretrained import find_file, is_vision_language, load_config
 from finetune.config.schema import DatasetSource, Model
 from finetune.constants import Names
 from finetune.data.messages import IMAGE, BadRow, describe_value
@@ -308,9 +308,7 @@ class ImageProcessor:
             )
         # If Pillow is missing, transformers' message would ask to restart a notebook.
         _import_pillow()
-        options = {}
-        if name == self._model.model_name_or_path:
-            options = {"revision": self._model.model_revision}
+        options = {"revision": self._revision}
         try:
             # the last file that names a class decides
             configs = [json.loads(text) for text in self.describe().values()]
@@ -347,25 +345,21 @@ class ImageProcessor:
         """The model's name or path; of a model from random weights, the tokenizer's."""
         return self._model.model_name_or_path or self._model.tokenizer_name_or_path
 
+    @property
+    def _revision(self) -> str | None:
+        """The model's revision; None for a name that is the tokenizer's."""
+        is_of_model = self._name == self._model.model_name_or_path
+        return self._model.model_revision if is_of_model else None
+
     def describe(self) -> dict[str, str]:
         """Reads IMAGE_FILES: name -> content. Files that the model does not have are left out."""
         if self._name is None:
             return {}
-        from transformers.utils import cached_file
-
-        is_of_model = self._name == self._model.model_name_or_path
         files: dict[str, str] = {}
         for file in IMAGE_FILES:
-            path = cached_file(
-                self._name,
-                file,
-                revision=self._model.model_revision if is_of_model else None,
-                _raise_exceptions_for_gated_repo=False,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=False,
-            )
-            if path:
-                files[file] = Path(path).read_text(encoding="utf-8", errors="replace")
+            path = find_file(self._name, file, self._revision)
+            if path is not None:
+                files[file] = path.read_text(encoding="utf-8", errors="replace")
         return files
 
     @cached_property
@@ -524,7 +518,7 @@ def _find_processor_class(name: str) -> Any:
 
 def place_images(
     text: str, spans: Sequence[tuple[int, int]], replacements: Sequence[str], token: str
-) -> Any:
+) -> tuple[str, tuple[tuple[int, int], ...]]:
     """Replaces each image token of a text by the text that the processor writes for its image.
 
     Args:
@@ -558,18 +552,25 @@ def place_images(
         """The position in the new text."""
         return old_position + sum(shift for end, shift in shifts if old_position >= end)
 
-    new_spans = [(move(start), move(end)) for start, end in spans]
-    for image_start, image_end in image_spans:
-        new_spans = [
-            (start, end)
-            for span_start, span_end in new_spans
-            for start, end in (
-                (span_start, min(span_end, image_start)),
-                (max(span_start, image_end), span_end),
-            )
-            if start < end
-        ]
-    return "".join([*pieces, text[position:]]), tuple(new_spans)
+    new_spans = tuple((move(start), move(end)) for start, end in spans)
+    for image_span in image_spans:
+        new_spans = cut_out(new_spans, image_span)
+    return "".join([*pieces, text[position:]]), new_spans
+
+
+def cut_out(
+    spans: Iterable[tuple[int, int]], removed: tuple[int, int]
+) -> tuple[tuple[int, int], ...]:
+    """Takes the characters of the span `removed` out of spans (start, end).
+
+    >>> cut_out([(0, 8)], (3, 5))
+    ((0, 3), (5, 8))
+    """
+    removed_start, removed_end = removed
+    left: list[tuple[int, int]] = []
+    for start, end in spans:
+        left += [(start, min(end, removed_start)), (max(start, removed_end), end)]
+    return tuple((start, end) for start, end in left if start < end)
 
 
 def hash_images(images: Sequence[EncodedImage]) -> str:

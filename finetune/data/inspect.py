@@ -31,6 +31,7 @@ from finetune.data.messages import BadRow, count_common, list_columns
 from finetune.data.paid_text import read_reward_texts, show_rewarded
 from finetune.data.prepare import find_image_family, preview_data
 from finetune.data.render import RenderedText
+from finetune.data.source_tokens import SourceStats
 from finetune.data.sources import read_rows
 from finetune.data.spans import ask_turns
 from finetune.data.tokenizer import (
@@ -52,15 +53,8 @@ QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the qu
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
 UNTRAINED = ("\033[2m", "\033[2;37m")  # two grays
 COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}  # of findings
+OTHER = "\033[31m"  # the part of a prompt that training does not have
 RESET = "\033[0m"
-# the colors of `format_turns`; "other": the part of a prompt that training does not have
-STYLES = {
-    "prompt": UNTRAINED[0],
-    "other": "\033[31m",
-    "trained": TRAINED[0],
-    "untrained": UNTRAINED[0],
-    "end": RESET,
-}
 
 
 def inspect_command(options: argparse.Namespace) -> int:
@@ -183,9 +177,13 @@ def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Ite
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         lines = list(format_example(chosen.examples, tokenizer, example_id, color))
         turns = turns_to_show.pop(_find_place(chosen.examples, example_id), ())
+<<<<<<< HEAD
         if turns and not chosen.examples.ends_document(example_id):
             lines.append("  the turns of the whole row, which max_length cuts:")
         lines += format_turns(turns, STYLES if color else {})
+=======
+        lines += format_turns(turns, color)
+>>>>>>> w-sd
         for name, text in texts:
             lines += [f"  {name} would read of a completion like the answer:", printable(text)]
         yield lines
@@ -280,11 +278,12 @@ def name_side(examples: Examples, example_id: int) -> str:
     """Says what an example is in its group, such as "chosen"; "" if it is a group by itself."""
     if examples.group_size == 1:
         return ""
-    if _is_pooled(examples, example_id):
+    stats = _read_stats(examples, example_id)
+    if stats.is_pooled:
         # a group is a query, the document that answers it, and documents that do not
         index_in_group = example_id % examples.group_size
         return ("query", "document", "negative")[min(index_in_group, 2)]
-    if _label_kind(examples, example_id) == "number":
+    if stats.label == "number":
         # each example is the query with one of its documents
         return "document"
     # what is left are pairs, or rated answers with their mismatched ones
@@ -336,11 +335,7 @@ def format_example(
     yield f"\033[1m{head}{RESET}" if color else head
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
     _name_images(texts, find_image_tokens(examples, example_id))
-    tokens = list(zip(texts, trained, strict=True))
-    if color:
-        yield _paint(tokens)
-    else:
-        yield _bracket(tokens)
+    yield _show_trained(list(zip(texts, trained, strict=True)), color)
 
 
 def _name_images(texts: list[str], is_image: Iterable[bool]) -> None:
@@ -359,28 +354,22 @@ def _name_images(texts: list[str], is_image: Iterable[bool]) -> None:
             texts[start:end] = [f"[image: {counted(length, 'token')}]"] + [""] * (length - 1)
 
 
-def _paint(tokens: Iterable[tuple[str, bool]]) -> str:
-    """Joins the texts of tokens, in green if they are trained on, else in gray.
+def _show_trained(pieces: Iterable[tuple[str, bool]], color: bool) -> str:
+    """Joins texts, those that are trained on in green and the others in gray.
 
-    Neighboring tokens have different shades of these. `tokens`: (text, whether it is trained on).
+    Neighbors have different shades. Without `color`, what is trained on stands between >> and <<.
+    `pieces`: (text, whether it is trained on).
     """
-    painted = ""
-    for index, (text, is_trained) in enumerate(tokens):
-        shades = TRAINED if is_trained else UNTRAINED
-        painted += f"{shades[index % 2]}{text}{RESET}"
-    return painted
-
-
-def _bracket(tokens: Iterable[tuple[str, bool]]) -> str:
-    """Joins the texts of tokens, with the text that is trained on between >> and <<.
-
-    `tokens`: (text, whether it is trained on).
-    """
-    marked = ""
-    for is_trained, run in groupby(tokens, key=itemgetter(1)):
+    shown = ""
+    if color:
+        for index, (text, is_trained) in enumerate(pieces):
+            shades = TRAINED if is_trained else UNTRAINED
+            shown += f"{shades[index % 2]}{text}{RESET}"
+        return shown
+    for is_trained, run in groupby(pieces, key=itemgetter(1)):
         text = "".join(text for text, _ in run)
-        marked += f">>{text}<<" if is_trained else text
-    return marked
+        shown += f">>{text}<<" if is_trained else text
+    return shown
 
 
 def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
@@ -422,7 +411,7 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
 
 def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
     """Says for each token of an example whether it stands for a part of an image: [tokens]."""
-    ids = examples.store_of(example_id).facts.get("image_token_ids", [])
+    ids = _read_stats(examples, example_id).image_token_ids
     is_image: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
     return is_image
 
@@ -435,40 +424,30 @@ def find_trained_tokens(examples: Examples, example_id: int) -> list[bool]:
     last position is no token of the example: `Examples.trains_next_token`.
     """
     has_label = [bool(label != IGNORE_INDEX) for label in examples[example_id].labels]
-    is_scored = bool(_name_scores(examples, example_id))
-    if is_scored or _is_pooled(examples, example_id):
+    stats = _read_stats(examples, example_id)
+    if stats.scores or stats.is_pooled:
         return has_label
     return [False, *has_label[:-1]]
 
 
-def _is_pooled(examples: Examples, example_id: int) -> bool:
-    """Whether the example is embedded: its labels mark the tokens whose states are pooled."""
-    return bool(examples.store_of(example_id).facts.get("is_pooled", False))
-
-
-def _name_scores(examples: Examples, example_id: int) -> list[str]:
-    """Returns the names of an example's scores; none if its tokens are not scored."""
-    names: list[str] = examples.store_of(example_id).facts.get("scores", [])
-    return names
-
-
-def _label_kind(examples: Examples, example_id: int) -> str:
-    """Returns what the label of a scored token says: a value of `RowFacts.label`, or "classes"."""
-    return str(examples.store_of(example_id).facts.get("label", "margin"))
+def _read_stats(examples: Examples, example_id: int) -> SourceStats:
+    """Reads what is known of the source of an example."""
+    return SourceStats.from_json(examples.store_of(example_id).facts)
 
 
 def _describe_trained(examples: Examples, example_id: int) -> str:
     """Says how many tokens of an example are trained, or what its scores are trained to be."""
-    score_names = _name_scores(examples, example_id)
+    stats = _read_stats(examples, example_id)
+    score_names = stats.scores
     labels = examples[example_id].labels
-    if _is_pooled(examples, example_id):
+    if stats.is_pooled:
         return "embedded by the states of the marked ones"
     if not score_names:
         has_next = examples.trains_next_token(example_id)
         note = ", the last of them after the end shown" if has_next else ""
         return f"{np.count_nonzero(labels != IGNORE_INDEX)} trained{note}"
     set_labels = labels[labels != IGNORE_INDEX].tolist()
-    kind = _label_kind(examples, example_id)
+    kind = stats.label
     if kind == "steps":
         marked = ", ".join(score_names[label] for label in set_labels)
         return f"scored at the marked ones as {marked}"
@@ -523,10 +502,7 @@ def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
         f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
         f"{counted(source.tokens, 'token')}, {source.trained_tokens:,} trained"
     )
-    yield from (
-        f"  {line}"
-        for line in (*source.sample_lines(), *source.image_lines(), *source.lost_lines())
-    )
+    yield from (f"  {line}" for line in source.lines())
     if source.unused_columns:
         columns = ", ".join(
             f"{list_columns([name])} ({counted(rows, 'row')})"
@@ -634,37 +610,25 @@ def _cut_pieces(text: RenderedText, start: int, end: int) -> Pieces:
     return tuple(pieces)
 
 
-def format_turns(turns: Sequence[ShownTurn], styles: Mapping[str, str]) -> Iterator[str]:
+def format_turns(turns: Sequence[ShownTurn], color: bool) -> Iterator[str]:
     """Yields the lines of a row's turns: for each its prompt, then its answer.
 
-    `styles`: STYLES; empty: no colors, and trained text stands between >> and <<.
+    Without `color`, trained text stands between >> and <<.
     """
-    end = styles.get("end", "")
     for turn in turns:
         yield f"  message {turn.message}, asked with:"
-        prompt_pieces = [
-            (turn.prompt[: turn.same_length], "prompt"),
-            (turn.prompt[turn.same_length :], "other"),
-        ]
-        yield "".join(
-            f"{styles.get(style, '')}{printable(text)}{end}"
-            for text, style in prompt_pieces
-            if text
-        )
-        if turn.same_length < len(turn.prompt):
-            where = ", from the part in red on" if styles else ""
+        same = printable(turn.prompt[: turn.same_length])
+        other = printable(turn.prompt[turn.same_length :])
+        if color:
+            same = f"{UNTRAINED[0]}{same}{RESET}" if same else ""
+            other = f"{OTHER}{other}{RESET}" if other else ""
+        yield same + other
+        if other:
+            where = ", from the part in red on" if color else ""
             yield f"  which is not what stands before it in training{where}"
         yield "  and trained to answer:"
-        yield "".join(
-            _mark(printable(text), is_trained, styles) for text, is_trained in turn.pieces
-        )
-
-
-def _mark(text: str, is_trained: bool, styles: Mapping[str, str]) -> str:
-    """Marks a text as trained on or not: by a color, or without `styles` by >> and <<."""
-    if styles:
-        return styles["trained" if is_trained else "untrained"] + text + styles["end"]
-    return f">>{text}<<" if is_trained else text
+        pieces = [(printable(text), is_trained) for text, is_trained in turn.pieces]
+        yield _show_trained(pieces, color)
 
 
 PAGE = """\

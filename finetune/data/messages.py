@@ -86,13 +86,14 @@ class BadRow(Exception):
 
 
 def parse_messages(
-    turns: Sequence[Any], images: Sequence[Any] = ()
+    turns: Sequence[Any], images: Sequence[Any] = (), *, needs_answer: bool = True
 ) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
     """Converts the turns of a row into the form that chat templates read.
 
     Args:
         turns: The turns as they stand in the row.
         images: The images of the row's own column, in the order of their places in the contents.
+        needs_answer: Whether a message must be the assistant's.
 
     Returns:
         The messages, with IMAGE for each image in a content; whether each message is trained on;
@@ -123,7 +124,10 @@ def parse_messages(
             _check_trained_alike(trained.pop(), is_trained, number)
         messages.append(message)
         trained.append(is_trained and message["role"] == "assistant")
-    _check_order([message["role"] for message in messages])
+    roles = [message["role"] for message in messages]
+    _check_order(roles)
+    if needs_answer and "assistant" not in roles:
+        raise BadRow(f"no assistant turn to train on; the roles are {', '.join(roles)}")
     for message in messages:
         _remove_channel(message)
     return tuple(messages), tuple(trained), _find_images(messages, part_images, images)
@@ -426,26 +430,24 @@ def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, 
             "known are system, developer, user, assistant, tool (human, gpt, function_call and "
             "observation too)"
         )
+    role = ROLES[name]
+    is_assistant = role == "assistant"
     content, calls = _separate_calls(turn, name, number)
-    if calls and ROLES[name] != "assistant":
+    if calls and not is_assistant:
         raise BadRow(f"message {number}: tool calls in a {name} turn; they are the assistant's")
     thoughts: list[str] = []
-    if ROLES[name] == "assistant":
-        content, thoughts = _separate_thoughts(content, number)
-    message: Message = {
-        "role": ROLES[name],
-        "content": read_content(content, ROLES[name], number, images),
-    }
     known_keys = KNOWN_KEYS
+    if is_assistant:
+        _refuse_other_mask(turn, number)
+        known_keys |= OTHER_MASKS.keys()
+        content, thoughts = _separate_thoughts(content, number)
     if isinstance(turn.get("recipient"), str):  # gpt-oss's, which `_separate_calls` has read
         known_keys |= {"recipient"}
-    if ROLES[name] == "assistant":  # `_refuse_other_mask` reads these
-        known_keys |= OTHER_MASKS.keys()
+    message: Message = {"role": role, "content": read_content(content, role, number, images)}
     message |= {
         key: value for key, value in turn.items() if key not in known_keys and value is not None
     }
-    if ROLES[name] == "assistant":
-        _refuse_other_mask(turn, number)
+    if is_assistant:
         _add_reasoning(message, "".join(thoughts), number)
     if calls:
         call_list = calls if isinstance(calls, list) else [calls]
@@ -664,11 +666,6 @@ def read_role(turn: Any) -> str | None:
     return ROLES.get(_normalize_role(turn))
 
 
-def is_of_assistant(turn: Any) -> bool:
-    """Whether a row's turn is the assistant's."""
-    return read_role(turn) == "assistant"
-
-
 def _normalize_role(turn: Any) -> str:
     """Returns the role of a row's turn in the spelling of ROLES; "" if the role is no text."""
     role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
@@ -756,7 +753,7 @@ def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def _check_order(roles: list[str]) -> None:
-    """Raises `BadRow` if the roles of messages are out of order, or none is the assistant's."""
+    """Raises `BadRow` if the roles of messages are out of order."""
     previous = None
     for number, role in enumerate(roles, 1):
         if role in ("system", "developer") and previous not in (None, "system", "developer"):
@@ -775,5 +772,3 @@ def _check_order(roles: list[str]) -> None:
                 f"{previous}"
             )
         previous = role
-    if "assistant" not in roles:
-        raise BadRow(f"no assistant turn to train on; the roles are {', '.join(roles)}")

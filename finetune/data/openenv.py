@@ -7,7 +7,6 @@ The environment's tools are those that the server lists. A server without a list
 import json
 import random
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from finetune.data.messages import Tool
@@ -130,11 +129,6 @@ class OpenEnv:
         if not isinstance(tool_result, Mapping) or "content" not in tool_result:
             return _write_fields({"result": tool_result})
         return "\n".join(part.get("text", "") for part in tool_result["content"])
-
-
-def call_served(environment: OpenEnv) -> dict[str, Callable[..., Any]]:
-    """Returns the tools of a session as functions, by name."""
-    return {name: partial(environment.call, name) for name in environment.served_tools}
 
 
 def _make_tool(name: str, description: str, schema: Mapping[str, Any]) -> Tool:

@@ -3,7 +3,6 @@
 The order of the rows is a pure function of (seed, epoch), so the loader's whole state is the step.
 """
 
-import json
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -28,6 +26,7 @@ from finetune.data.messages import BadRow
 from finetune.data.token_store import Int32s, Int64s
 from finetune.distributed.world import DataParallelRank
 from finetune.errors import UserError
+from finetune.files.durable import hash_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,6 @@ class Rows:
 
     def expand(self, size: int) -> "Rows":
         """Returns rows of documents for rows whose `ids` number groups of `size` documents."""
-        if size == 1:
-            return self
         return Rows(expand_groups(self.ids, size), self.starts * size)
 
 
@@ -72,18 +69,12 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
     itself. A million documents take a fraction of a second.
 
     Args:
-        lengths: [documents]: tokens of each document, 1 to `capacity`.
+        lengths: [documents]: tokens of each document, 1 to `capacity`. There is at least one.
         capacity: Tokens that a row holds.
 
     >>> pack(np.array([2, 6, 3, 5]), 8)
     Rows(ids=array([1, 0, 3, 2]), starts=array([0, 2, 4]))
     """
-    if len(lengths) == 0:
-        return Rows(np.zeros(0, np.int64), np.zeros(1, np.int64))
-    if int(lengths.min()) < 1 or int(lengths.max()) > capacity:
-        raise ValueError(
-            f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}"
-        )
     key_type = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
     order = np.argsort((capacity - lengths).astype(key_type), kind="stable")
     moves = _plan_moves(np.bincount(lengths, minlength=capacity + 1), capacity)
@@ -204,23 +195,17 @@ def arrange_epoch(lengths: Int32s, config: BatchConfig, group_size: int, epoch: 
         epoch: 0-based.
     """
     group_lengths = lengths.reshape(-1, group_size).sum(1)
-    return _arrange_groups(group_lengths, config, group_size, epoch).expand(group_size)
-
-
-def _arrange_groups(lengths: Int32s, config: BatchConfig, group_size: int, epoch: int) -> Rows:
-    """Does the work of `arrange_epoch` on whole groups, so the returned `ids` number groups.
-
-    `lengths`: [groups]: tokens of all examples of each group.
-    """
     random = make_generator(config.seed, "order", epoch)
-    shuffled = random.permutation(len(lengths))
-    if config.one_group_a_row:
-        return Rows(shuffled, np.arange(len(lengths) + 1))
-    if not config.packing:
-        by_length = _group_by_length(shuffled, lengths, config.global_batch_size, random)
-        return Rows(by_length, np.arange(len(lengths) + 1))
-    packed = pack(lengths[shuffled], config.max_length * group_size)
-    return Rows(shuffled[packed.ids], packed.starts).take(random.permutation(len(packed)))
+    groups = random.permutation(len(group_lengths))
+    if len(groups) == 0 or config.one_group_a_row:
+        rows = Rows(groups, np.arange(len(groups) + 1))
+    elif config.packing:
+        packed = pack(group_lengths[groups], config.max_length * group_size)
+        rows = Rows(groups[packed.ids], packed.starts).take(random.permutation(len(packed)))
+    else:
+        by_length = _group_by_length(groups, group_lengths, config.global_batch_size, random)
+        rows = Rows(by_length, np.arange(len(groups) + 1))
+    return rows.expand(group_size)
 
 
 def _group_by_length(
@@ -237,8 +222,6 @@ def _group_by_length(
         step_rows: Rows of a step.
         random: Draws the order of the steps.
     """
-    if len(shuffled) == 0:
-        return shuffled
     full_steps = []
     short_steps = []  # at most one, from the last stretch; it ends the epoch
     stretch = step_rows * GROUP_STEPS
@@ -290,8 +273,7 @@ class StoredBatches:
 
         It does not cover the rendered text, because a chat template may write a date.
         """
-        content = [store.facts["content"] for store in self.examples.stores]
-        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+        return hash_json([store.facts["content"] for store in self.examples.stores])
 
     def rows_of(self, rows_step: int) -> list[Ids]:
         """Returns the rows of a step over all ranks, each as the ids of its examples.
@@ -424,18 +406,17 @@ def make_batches(
     if examples.has_images:
         images = tokenizer.images
         examples.refuse_typed_images(images.token_ids)
-    batches = StoredBatches(
+    return StoredBatches(
         examples=examples,
         config=config,
         per_device_batch_size=per_device_batch_size,
-        steps=0,
+        steps=ceil_div(len(rows(0)), config.global_batch_size),
         world=world,
         threads=threads,
         pad_token_id=pad,
         epoch_rows=rows,
         images=images,
     )
-    return replace(batches, steps=batches.steps_per_epoch)
 
 
 def collate(

@@ -19,7 +19,6 @@ from finetune.data.formats import (
     ANSWER_COLUMNS,
     CONVERSATION_COLUMNS,
     LABEL_COLUMNS,
-    PARSERS,
     QUESTION_COLUMNS,
     QUESTION_PART,
     Columns,
@@ -37,6 +36,7 @@ from finetune.data.formats import (
     label_of_number,
     make_conversation,
     make_message,
+    parse_document,
     recognize_format,
     take_question,
     without_training,
@@ -48,7 +48,6 @@ from finetune.data.messages import (
     Message,
     count_common,
     describe_value,
-    is_of_assistant,
     list_columns,
     parse_list,
     parse_number,
@@ -161,25 +160,16 @@ def parse_steps(row: Row, source: DatasetSource, data: Data) -> ParsedRow:
 
 
 def is_empty_answer(document: Document) -> bool:
-    """Whether nothing but white space is trained on in a document.
+    """Whether nothing but white space is trained on in a document of a pair.
 
     Calls and other keys of a message make an answer non-empty.
     """
     if isinstance(document, Completion):
         return not document.completion.strip()
-    if isinstance(document, Text):
-        return not document.text.strip()
-    if isinstance(document, TokenRow):
-        return not any(document.trained)
-    assert isinstance(document, Conversation), "a prompt has no answer"
-    answers = [
-        message
-        for message, is_trained in zip(document.messages, document.trained, strict=True)
-        if is_trained
-    ]
+    assert isinstance(document, Conversation), "parse_pair makes nothing else"
     return all(
         not message["content"].strip() and not message.keys() - {"role", "content"}
-        for message in answers
+        for message in document.answers
     )
 
 
@@ -266,7 +256,7 @@ def _find_prompt_column(
 
 
 def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | list[Any]:
-    """Takes a pair's prompt from the column `name`, as text or as turns.
+    """Takes a prompt from the column `name`, as text or as turns.
 
     Raises `BadRow` if the column holds neither.
     """
@@ -460,11 +450,9 @@ def _is_swapped(columns: Columns, is_reversed: bool) -> bool:
     `is_reversed`: the source names the column `rejected` as that of the chosen answer.
     """
     ratings = list(_read_ratings(columns))
-    if not ratings:
-        return False
     if is_reversed:
-        return all(of_rejected < of_chosen for of_chosen, of_rejected in ratings)
-    return all(of_chosen < of_rejected for of_chosen, of_rejected in ratings)
+        ratings = [(of_rejected, of_chosen) for of_chosen, of_rejected in ratings]
+    return bool(ratings) and all(of_chosen < of_rejected for of_chosen, of_rejected in ratings)
 
 
 def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
@@ -527,7 +515,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
     if is_good is None:
         raise BadRow(f"{label_name}: true or false is expected, found {describe_value(label)}")
     row_format = source.type or recognize_format(row, source)
-    document = PARSERS[row_format](columns, source)
+    document = parse_document(row_format, columns, source)
     if isinstance(document, Text | TokenRow):
         raise BadRow(
             "plain text is no answer that could be rated; name its prompt and completion "
@@ -545,24 +533,16 @@ def join_answer(prompt: Document, answer: Document) -> Document:
     >>> join_answer(Completion("2+2=", " 4"), Completion("Who?", " Me."))
     Completion(prompt='2+2=', completion=' Me.')
     """
-    if isinstance(prompt, Completion):
-        if isinstance(answer, Completion):
-            return replace(prompt, completion=answer.completion)
-        contents = []
-        if isinstance(answer, Conversation):
-            contents = [
-                message["content"]
-                for message, is_trained in zip(answer.messages, answer.trained, strict=True)
-                if is_trained
-            ]
-        return replace(prompt, completion="\n".join(contents))
-    assert isinstance(prompt, Conversation), "plain text has no prompt"
-    prompt_turns, _ = _split_prompt(prompt)
     if isinstance(answer, Conversation):
         _, answer_turns = _split_prompt(answer)
     else:
         assert isinstance(answer, Completion), "plain text has no answer"
         answer_turns = [(make_message("assistant", answer.completion), True)]
+    if isinstance(prompt, Completion):
+        contents = [message["content"] for message, is_trained in answer_turns if is_trained]
+        return replace(prompt, completion="\n".join(contents))
+    assert isinstance(prompt, Conversation), "plain text has no prompt"
+    prompt_turns, _ = _split_prompt(prompt)
     turns = [*prompt_turns, *answer_turns]
     return replace(
         prompt,
@@ -631,8 +611,7 @@ def _train_last(conversation: Conversation) -> Conversation:
     last = max(
         i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
     )
-    trained = tuple(is_trained and i == last for i, is_trained in enumerate(conversation.trained))
-    return replace(conversation, trained=trained)
+    return _train_from(last, conversation)
 
 
 def _split_prompt(conversation: Conversation) -> tuple[Turns, Turns]:
@@ -646,8 +625,6 @@ ENVIRONMENT = "environment"  # the column that names a row's environment
 ANSWER = "answer"  # the argument of reward functions that gets the row's own answer
 # columns of a row that TRL does not pass on to reward functions
 COMPLETION_COLUMNS = ("prompt", "completion", "completion_ids")
-# stands for a missing answer, because `make_conversation` requires one
-EMPTY_ANSWER = make_message("assistant", "")
 
 
 def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
@@ -656,7 +633,7 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     The prompt is the row's messages without a last answer, a question as the user's turn, or a text
     without a template. The row's own answer, if there is one, is kept for the rewards.
 
-    Raises `BadRow` if there is no prompt, or it does not end where the assistant would answer.
+    Raises `BadRow` if there is no prompt.
 
     >>> parsed = parse_prompt(
     ...     {"prompt": "2+2=", "completion": "4", "level": 1}, DatasetSource(path="sums.jsonl")
@@ -679,15 +656,14 @@ def parse_prompt(row: Row, source: DatasetSource) -> ParsedRow:
     if turns is None:
         question = Question(row[name], _write_reward_row(reward_row, row[name], answer))
         return ParsedRow((Group((question,)),), "prompt_completion", ())
-    has_answer = is_of_assistant(turns[-1])
-    conversation = make_conversation(columns, turns if has_answer else [*turns, EMPTY_ANSWER])
-    if conversation.messages[-1]["role"] != "assistant" or len(conversation.messages) == 1:
-        raise BadRow(
-            f"{name}: the prompt is empty, or it does not end where the assistant would answer"
-        )
-    if has_answer and not is_answer_named:
-        answer = str(conversation.messages[-1]["content"])
-    messages = conversation.messages[:-1]
+    conversation = make_conversation(columns, turns, needs_answer=False)
+    messages = conversation.messages
+    if messages[-1]["role"] == "assistant":
+        if not is_answer_named:
+            answer = str(messages[-1]["content"])
+        messages = messages[:-1]
+    if not messages:
+        raise BadRow(f"{name}: nothing is asked before the assistant's turn")
     asked = replace(conversation, messages=messages, trained=(False,) * len(messages))
     variables = {**(source.chat_template_kwargs or {}), **conversation.variables}
     if conversation.images:  # rewards do not get images
@@ -730,17 +706,11 @@ def _take_turns(columns: Columns, name: str, source: DatasetSource) -> list[Any]
     Returns None if the prompt is a text without a template. Raises `BadRow` if the column holds
     neither text nor messages.
     """
-    if name == "instruction":
-        return take_question(columns, source)
-    value = parse_turns(columns.take(name))
-    if isinstance(value, list) and value:
-        return value
-    if not isinstance(value, str):
-        raise BadRow(
-            f"{name}: text or a list of messages is expected, found {describe_value(value)}"
-        )
+    prompt = _take_prompt(columns, name, source)
+    if isinstance(prompt, list):
+        return prompt
     is_chat = FORMATS[source.type].is_chat if source.type else name != "prompt"
-    return [make_message("user", value)] if is_chat else None
+    return [make_message("user", prompt)] if is_chat else None
 
 
 def _find_question(row: Row, source: DatasetSource) -> str | None:
@@ -790,32 +760,3 @@ def _write_reward_row(row: Row, prompt: Any, answer: Any, **template_values: Any
     reward_row = {"prompt": prompt, "columns": columns}
     reward_row |= {name: value for name, value in template_values.items() if value}
     return json.dumps(reward_row, ensure_ascii=False, default=str)
-
-
-def check_prompt(question: Question, text: str, has_template: bool) -> Iterator[str]:
-    """Yields the findings about a rendered prompt; none if the prompt is text without a template.
-
-    Args:
-        question: The prompt.
-        text: What the chat template made of it.
-        has_template: Whether the tokenizer has a chat template; otherwise the plain one was used.
-    """
-    prompt = question.asked
-    if isinstance(prompt, str):
-        return
-    if not has_template:
-        yield "plain_template"
-    for role, finding in (("system", "system_dropped"), ("user", "user_dropped")):
-        contents = [message["content"] for message in prompt.messages if message["role"] == role]
-        if any(_take_last_line(content) not in text for content in contents):
-            yield finding
-
-
-def _take_last_line(content: str) -> str:
-    """Returns the last line of what follows the last image in a content, stripped.
-
-    A template may trim a content and write its images in its own way.
-    """
-    _, _, behind_images = content.rpartition(IMAGE)
-    _, _, last_line = behind_images.strip().rpartition("\n")
-    return last_line.strip()

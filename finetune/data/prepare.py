@@ -3,7 +3,6 @@
 Sources become documents as tokens, these are cut into examples, and batches are made of examples.
 """
 
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from math import ceil
 from pathlib import Path
 from threading import Event
 from typing import Any
-
-import xxhash
 
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.methods import RowKind
@@ -66,6 +63,8 @@ from finetune.data.token_store import (
     keep_in_memory,
     open_or_write_store,
     raise_failure,
+    seal,
+    unseal,
     write_store,
 )
 from finetune.data.tokenizer import PLAIN
@@ -98,12 +97,10 @@ class StreamedBatches:
     recipe: Recipe
     tokenizer: Any
     config: BatchConfig
-    per_device_batch_size: int
     steps: int
     world: DataParallelRank
     report: StreamReport  # of the time before anything is read
     folder: Path  # where this launch keeps its blocks
-    kind: RowKind = "answers"  # the kind of row that the method reads
     # the `model_type` of the model that takes the images of the rows read so far; empty without any
     image_families: set[str] = field(default_factory=set)
     # On the rank that reads, batches of rows read so far -> the reader of the next ones. At most
@@ -190,10 +187,7 @@ class StreamedBatches:
             self.image_families.add(batches.images.family)
         note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
         if self.world.local_rank == 0:
-            text = json.dumps(asdict(note))
-            replace_file(
-                self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n"
-            )
+            replace_file(self._note_file(number), seal(asdict(note)))
         return batches, note, report
 
     def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
@@ -228,7 +222,7 @@ class StreamedBatches:
             examples,
             replace(self.config, seed=seed),
             self.world,
-            self.per_device_batch_size,
+            self.recipe.batch.per_device_train_batch_size,
             self.tokenizer,
             self.data.dataloader_num_workers,
         )
@@ -253,7 +247,8 @@ class StreamedBatches:
                 if rows >= BLOCK_ROWS:
                     return
 
-        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, self.kind)
+        kind = self.recipe.method_facts.rows
+        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, kind)
         runs = runs_before + len(passes)
         stats.stream = {"runs": runs, "epoch": passes[-1]}
         self.readers.clear()
@@ -284,11 +279,8 @@ class StreamedBatches:
         other ranks wait. They do not open the block, which may be removed before.
         """
         while True:
-            with suppress(FileNotFoundError, UnicodeDecodeError):
-                written = self._note_file(number).read_text(encoding="utf-8")
-                checksum, _, text = written.partition("\n")
-                if checksum == xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
-                    return Note(**json.loads(text))
+            with suppress(FileNotFoundError, ValueError):
+                return Note(**unseal(self._note_file(number).read_bytes()))
             if self.world.local_rank == 0:
                 _, made_note, _ = self.open_block(number)
                 return made_note
@@ -351,10 +343,7 @@ def open_stream(
         if source.max_samples is not None
     )
     report = StreamReport(data.max_length, eval_sources, first_rows)
-    size = recipe.batch.per_device_train_batch_size
-    return StreamedBatches(
-        recipe, reading_tokenizer, config, size, steps, world, report, folder, kind
-    )
+    return StreamedBatches(recipe, reading_tokenizer, config, steps, world, report, folder)
 
 
 def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note) -> StepBatch:
@@ -412,7 +401,7 @@ class PreparedData:
         the default of every format can then be resumed.
         """
         is_decided = recipe.data.overlength or recipe.method_facts.samples
-        if is_decided or not self.report.is_complete or "text" in self.report.formats:
+        if is_decided or isinstance(self.report, StreamReport) or "text" in self.report.formats:
             return recipe
         return replace(recipe, data=replace(recipe.data, overlength="truncate"))
 
@@ -434,7 +423,11 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> Pre
     if recipe.rollout.takes_turns and has_tools(tokenizer):
         make_tool_turns(recipe, tokenizer)  # only for the error if no tool can be called
     if recipe.data.streaming:
-        data = _prepare_stream(recipe, tokenizer, world)
+        # the held-out data is not streamed
+        held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
+        train = open_stream(recipe, tokenizer, world, eval_sources)
+        evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
+        data = PreparedData(train, evaluation, train.report, tokenizer)
     else:
         data = PreparedData(*_read_stored(recipe, tokenizer, world), tokenizer)
     refuse_problems(find_problems(recipe, images=data.images))
@@ -520,15 +513,6 @@ def preview_data(
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
     return train, evaluation, make_report(train, (source,), eval_sources, held_out)
-
-
-def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
-    """Opens the stream of a recipe, and prepares its held-out data, which is not streamed."""
-    held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
-    train: StreamedBatches = open_stream(recipe, tokenizer, world, eval_sources)
-    return PreparedData(
-        train, make_eval_batches(recipe, held_out, tokenizer, world), train.report, tokenizer
-    )
 
 
 def _read_stored(
@@ -653,18 +637,11 @@ def make_train_batches(
         examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers
     )
     if train.rows_per_epoch < world.size:
-        packed_note = ""
-        packing_advice = ""
-        if config.packing:
-            packed_note = (
-                f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
-            )
-            packing_advice = ", a smaller max_length, or packing: false"
+        packing_advice = ", a smaller max_length, or packing: false" if config.packing else ""
         raise UserError(
-            f"{recipe.place_of('datasets')}: datasets: "
-            f"{counted(train.rows_per_epoch, 'row')}{packed_note} "
-            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give "
-            f"more data or fewer ranks{packing_advice}"
+            f"{recipe.place_of('datasets')}: datasets: {counted(train.rows_per_epoch, 'row')} of "
+            f"{counted(len(examples), 'example')}, too few for {world.size} ranks; give more data "
+            f"or fewer ranks{packing_advice}"
         )
     train = replace(train, iterations=recipe.rollout.num_iterations)
     steps = recipe.optimization.max_steps

@@ -78,16 +78,6 @@ class RepeatedKeys(dict[str, Any]):
 NumberedRow = tuple[int, dict[str, Any] | BadRow]
 
 
-class RowDecoder(json.JSONDecoder):
-    """Decodes JSON, and makes `RepeatedKeys` of an object with equal keys.
-
-    Without this, the `json` module would silently drop all but the last of them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(object_pairs_hook=_make_object)
-
-
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Makes a JSON object of its keys and values; `RepeatedKeys` if keys are equal at any depth."""
     json_object = dict(pairs)
@@ -102,6 +92,10 @@ def _has_repeated_keys(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_has_repeated_keys, value))
     return isinstance(value, RepeatedKeys)
+
+
+# Without the hook, the `json` module would silently drop all but the last of equal keys.
+DECODER = json.JSONDecoder(object_pairs_hook=_make_object)
 
 
 def file_kind(path: str) -> str | None:
@@ -122,28 +116,15 @@ def convert_os_errors(path: str) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-class _Unpacked(io.RawIOBase):
+class _Unpacked(gzip.GzipFile):
     """The content of a gzip file as a stream.
 
     Reading raises `UserError` at a bound, because a few megabytes may unpack to terabytes.
     """
 
-    def __init__(self, packed: gzip.GzipFile, path: str) -> None:
-        self._packed = packed
-        self._path = path
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._packed.seek(offset, whence)
-
     def readinto(self, buffer: Any) -> int:
-        count = self._packed.readinto(buffer)
-        limit_unpacked(self._path, self._packed.tell())
+        count = super().readinto(buffer)
+        limit_unpacked(self.name, self.tell())
         return count
 
 
@@ -171,8 +152,8 @@ def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
     with convert_os_errors(path):
         try:
             if path.endswith(".gz"):
-                with gzip.open(path, "rb") as packed:
-                    yield io.BufferedReader(_Unpacked(packed, path), buffer_size=2**20)
+                with _Unpacked(path, "rb") as unpacked:
+                    yield io.BufferedReader(unpacked, buffer_size=2**20)
             else:
                 with Path(path).open("rb") as stream:
                     yield stream
@@ -213,28 +194,29 @@ def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
-        if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-            # skip the rest of the line
-            while (rest := stream.readline(MAX_ROW_BYTES)) and not rest.endswith(b"\n"):
-                pass
-            yield (
-                number,
-                BadRow(f"longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows"),
-            )
-            continue
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            reason = f"not UTF-8: {error.reason} at byte {error.start + 1}"
-            yield number, BadRow(f"{reason}; {SAVE_AS_UTF_8}")
-            continue
-        if text.strip():
+        text = _decode_line(line, number)
+        if isinstance(text, BadRow):
+            rest = line
+            while rest and not rest.endswith(b"\n"):  # of a line that is too long
+                rest = stream.readline(MAX_ROW_BYTES)
             yield number, text
+        elif text.strip():
+            yield number, text.rstrip("\r\n")
         elif number % BLANK_LINES == 0 and isinstance(stream, io.BufferedReader):
             # skip all blank lines in the buffer at once
             buffered = stream.peek()
             line_ends = len(buffered) - len(buffered.lstrip(b"\n"))
             number += len(stream.read(line_ends))
+
+
+def _decode_line(line: bytes, number: int) -> str | BadRow:
+    """Decodes line `number` of a file; returns a `BadRow` if it is too long or not UTF-8."""
+    if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+        return BadRow(f"longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows")
+    try:
+        return line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        return BadRow(f"not UTF-8: {error.reason} at byte {error.start + 1}; {SAVE_AS_UTF_8}")
 
 
 def _read_text(path: str) -> Iterator[NumberedRow]:
@@ -257,23 +239,22 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if start.startswith(b"["):
-            yield from read_array(path, stream)
+            yield from _read_array(path, stream)
             return
-        decoder = RowDecoder()
         # JSON Lines with a damaged first row, unless it is one object over many lines
         is_line_damaged = isinstance(first_line, str) and isinstance(
-            parse_line(first_line, decoder), BadRow
+            _parse_line(first_line), BadRow
         )
         # JSON Lines with such a column, unless it is one object on one line
         has_list_of_rows = not has_lines(path) and ROWS_ON_ONE_LINE.match(start)
         if start.startswith(b"{") and (is_line_damaged or has_list_of_rows):
-            rows = read_wrapped_rows(path, stream)
+            rows = _read_wrapped_rows(path, stream)
             if rows is not None:
                 yield from enumerate(rows, 1)
                 return
             stream.seek(0)
         for number, (line_number, line) in enumerate(_read_lines(stream), 1):
-            row = line if isinstance(line, BadRow) else parse_line(line, decoder)
+            row = line if isinstance(line, BadRow) else _parse_line(line)
             yield line_number if has_lines(path) else number, row
 
 
@@ -347,24 +328,16 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
     Raises `UserError` for a line that is too long or not UTF-8.
     """
     for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES), b""), 1):
-        if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
-            raise UserError(
-                f"{path}:{number}: a line longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into "
-                "several rows"
-            )
-        try:
-            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}; "
-                f"{SAVE_AS_UTF_8}"
-            ) from None
+        text = _decode_line(line, number)
+        if isinstance(text, BadRow):
+            raise UserError(f"{path}:{number}: {text}")
+        yield text
 
 
-def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
+def _parse_line(line: str) -> dict[str, Any] | BadRow:
     """Parses a line of JSON Lines; returns its row, or a `BadRow` that says what is wrong."""
     try:
-        value, end = decoder.raw_decode(line, _skip_space(line, 0))
+        value, end = DECODER.raw_decode(line, _skip_space(line, 0))
         if _skip_space(line, end) < len(line):
             return BadRow(f"not JSON: more text after its value at character {end + 1}")
     except RecursionError:
@@ -381,7 +354,7 @@ def _as_row(value: Any) -> dict[str, Any] | BadRow:
     return BadRow(f"a JSON object is expected, found {type(value).__name__}")
 
 
-def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
+def _read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
     """Yields the rows of a file that is one JSON array, `[{...}, {...}]`, numbered from 1.
 
     The rows are parsed one by one. So an error can name its row, and only one row is held at a
@@ -391,11 +364,10 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
     """
     text = _TextBuffer(path, stream)
     text.position = text.buffer.index("[") + 1
-    decoder = RowDecoder()
     number = 1
     while text.peek() not in ("]", ""):
         try:
-            value = text.parse(decoder, number)
+            value = text.parse(number)
         except RecursionError:
             raise UserError(f"{path}, row {number}: nested too deeply") from None
         except ValueError as error:
@@ -455,11 +427,10 @@ class _TextBuffer:
             raise ValueError(f"{sign} is expected")
         self.position += 1
 
-    def parse(self, decoder: RowDecoder, number: int | None = None) -> Any:
+    def parse(self, number: int | None = None) -> Any:
         """Parses the value that begins at `position`, and moves past it.
 
         Args:
-            decoder: Decodes the value.
             number: The number of the row that the value is. After any JSON error more of the file
                 is then read, up to the length that a row may have. None: the value is not known to
                 be a row. More is then read only if the error looks like the end of the buffer.
@@ -471,7 +442,7 @@ class _TextBuffer:
         """
         while True:
             try:
-                value, end = decoder.raw_decode(self.buffer, self.position)
+                value, end = DECODER.raw_decode(self.buffer, self.position)
             except json.JSONDecodeError as error:
                 is_near_end = error.pos > len(self.buffer) - 10  # as where `false` is cut
                 is_cut = error.msg.startswith("Unterminated string") or is_near_end
@@ -519,7 +490,7 @@ class _TextBuffer:
         return bool(chunk)
 
 
-def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
+def _read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
     """Returns the rows of a file that is one object with a list of rows: `{"data": [{...}, ...]}`.
 
     The file is read twice: first to find the list, then for its rows.
@@ -567,12 +538,11 @@ def _walk_object(text: _TextBuffer) -> Iterator[tuple[str, Any]]:
     Yields (key, KEY_BEGINS) for each key, and if its value is a list, then (key, item) for each
     item. Any other value is skipped. Raises `ValueError` if the file is no JSON object.
     """
-    decoder = RowDecoder()
     text.peek()
     text.take("{")
     while True:
         text.peek()
-        key = text.parse(decoder)
+        key = text.parse()
         if not isinstance(key, str):
             raise ValueError("a key is expected")
         text.take(":")
@@ -580,12 +550,12 @@ def _walk_object(text: _TextBuffer) -> Iterator[tuple[str, Any]]:
         if text.peek() == "[":
             text.take("[")
             while text.peek() != "]":
-                yield key, text.parse(decoder)
+                yield key, text.parse()
                 if text.peek() != "]":
                     text.take(",")
             text.take("]")
         else:
-            text.parse(decoder)
+            text.parse()
         if text.peek() == "}":
             break
         text.take(",")

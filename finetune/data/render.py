@@ -35,7 +35,7 @@ from finetune.data.formats import (
     TokenRow,
     make_message,
 )
-from finetune.data.images import EncodedImage, hash_images, open_image, place_images
+from finetune.data.images import EncodedImage, cut_out, hash_images, open_image, place_images
 from finetune.data.marks import Marks, trace
 from finetune.data.messages import (
     IMAGE,
@@ -48,7 +48,6 @@ from finetune.data.messages import (
     parse_if_json,
     read_reasoning,
 )
-from finetune.data.preferences import check_prompt
 from finetune.data.spans import (
     AskedTurn,
     ask_turns,
@@ -141,7 +140,6 @@ def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[R
     Raises `BadRow` if the conversation cannot be rendered.
     """
     renderer = add_variables(renderer, document.variables)
-    document = replace(document, variables={})
     if renderer.turns == "last":
         trained = [i for i, is_trained in enumerate(document.trained) if is_trained]
         document = _keep_turns(document, trained[-1:])
@@ -357,19 +355,17 @@ def _check(
         renderer: The renderer.
     """
     messages = conversation.messages
-    trained = {i: spans for i, spans in sorted(turns.items()) if conversation.trained[i]}
-    rendered = RenderedText(text, spans=((0, len(text)),), is_plain=False)
-    if renderer.assistant_only:
-        rendered = replace(
-            rendered, spans=tuple(sorted(span for spans in trained.values() for span in spans))
-        )
     # message index -> from the start of the turn's first span to the end of its last one
     extents = {i: (spans[0][0], spans[-1][1]) for i, spans in sorted(turns.items()) if spans}
-    turn_ends = []
+    trained = {i: extent for i, extent in extents.items() if conversation.trained[i]}
     if renderer.assistant_only:
-        turn_ends = [extents[i][1] for i in trained if i in extents]
+        trained_spans = tuple(sorted(span for i in trained for span in turns[i]))
+        turn_ends = [end for _, end in trained.values()]
+    else:
+        trained_spans = ((0, len(text)),)
+        turn_ends = []
     findings = [
-        *_check_turns(conversation, text, rendered.spans, turn_ends, renderer),
+        *_check_turns(conversation, text, trained_spans, turn_ends, renderer),
         *_find_dropped(conversation, text, extents),
     ]
     difference = ""
@@ -380,9 +376,17 @@ def _check(
         difference = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
     if not renderer.train_on_reasoning:
         for i, turn in extents.items():
-            rendered = _leave_out(rendered, _find_reasoning(text, messages[i], i, turn, marks))
-    trained_extents = {i: span for i, span in extents.items() if i in trained}
-    return replace(rendered, findings=tuple(findings), turns=trained_extents, difference=difference)
+            reasoning = _find_reasoning(text, messages[i], i, turn, marks)
+            if reasoning is not None:
+                trained_spans = cut_out(trained_spans, reasoning)
+    return RenderedText(
+        text,
+        trained_spans,
+        is_plain=False,
+        findings=tuple(findings),
+        turns=trained,
+        difference=difference,
+    )
 
 
 def _lacks_reasoning(conversation: Conversation, renderer: Renderer) -> bool:
@@ -392,8 +396,7 @@ def _lacks_reasoning(conversation: Conversation, renderer: Renderer) -> bool:
     """
     if renderer.unthinking is None:
         return False
-    turns = zip(conversation.messages, conversation.trained, strict=True)
-    return not any(read_reasoning(message) for message, is_trained in turns if is_trained)
+    return not any(map(read_reasoning, conversation.answers))
 
 
 def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Marks) -> Span | None:
@@ -432,19 +435,6 @@ def _find_reasoning(text: str, message: Message, i: int, turn: Span, marks: Mark
     after = text[end:turn_end]
     white_space = len(after) - len(after.lstrip())
     return (start, end + white_space)
-
-
-def _leave_out(rendered: RenderedText, removed: Span | None) -> RenderedText:
-    """Takes the characters of `removed` out of the trained spans; None takes out nothing."""
-    if removed is None:
-        return rendered
-    removed_start, removed_end = removed
-    spans: list[Span] = []
-    for start, end in rendered.spans:
-        before = (start, min(end, removed_start))
-        behind = (max(start, removed_end), end)
-        spans += [(begin, stop) for begin, stop in (before, behind) if begin < stop]
-    return replace(rendered, spans=tuple(spans))
 
 
 def _compare_with_asked(
@@ -655,10 +645,16 @@ def _render_question(document: Question, renderer: Renderer) -> RenderedText:
     text = apply_template(renderer, messages, tools, add_generation_prompt=True)
     if renderer.environments:  # rows with the same prompt may begin different episodes
         group_hash = xxhash.xxh3_64_intdigest(f"{text}{document.row}".encode())
-    findings = tuple(check_prompt(document, text, renderer.has_template))
+    findings = _check_prompt(messages, text, renderer)
     return RenderedText(
         text, spans=(), is_plain=False, findings=findings, group_hash=group_hash, row=document.row
     )
+
+
+def _check_prompt(messages: Sequence[Message], text: str, renderer: Renderer) -> tuple[str, ...]:
+    """Returns the findings about `text`, which the template wrote for messages without spans."""
+    findings = tuple(_find_dropped_questions(messages, text))
+    return findings if renderer.has_template else ("plain_template", *findings)
 
 
 def _for_conversation(renderer: Renderer, conversation: Conversation) -> Renderer:
@@ -708,8 +704,8 @@ def render_scored(document: Document, renderer: Renderer) -> RenderedText:
     renderer = _for_conversation(renderer, document)
     messages = read_messages(document, renderer)
     text = apply_template(renderer, messages, document.tools or renderer.tools)
-    findings = check_prompt(Question(document, row=""), text, renderer.has_template)
-    return RenderedText(text, spans=(), is_plain=False, findings=tuple(findings))
+    findings = _check_prompt(messages, text, renderer)
+    return RenderedText(text, spans=(), is_plain=False, findings=findings)
 
 
 def render_embedded(document: Text, renderer: Renderer) -> RenderedText:
@@ -784,8 +780,7 @@ def write_images(
 
 def _check_completion(prompt: str, completion: str, renderer: Renderer) -> Iterator[str]:
     """Yields the findings about a prompt and its completion, without typed BOS and EOS tokens."""
-    if renderer.special_tokens.search(prompt) or renderer.special_tokens.search(completion):
-        yield "typed_special_token"
+    yield from _find_typed([prompt, completion], renderer)
     if not renderer.eos:
         yield "no_end_of_turn"
     if not completion.strip():
@@ -815,8 +810,7 @@ def _check_turns(
         renderer: The renderer.
     """
     messages = conversation.messages
-    if any(renderer.special_tokens.search(message["content"]) for message in messages):
-        yield "typed_special_token"
+    yield from _find_typed((message["content"] for message in messages), renderer)
     if messages[0]["role"] == "assistant":
         yield "begins_with_assistant"
     if not _describes_calls(conversation):
@@ -878,12 +872,7 @@ def _find_dropped(
         turns: Message index -> span of an assistant's turn in `text`, as far as it is known.
     """
     messages = conversation.messages
-    instructions = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
-    if not all(words in text for words in instructions):
-        yield "system_dropped"
-    questions = [_take_last_line(m["content"]) for m in messages if m["role"] == "user"]
-    if not all(words in text for words in questions):
-        yield "user_dropped"
+    yield from _find_dropped_questions(messages, text)
     # Message index -> text of an assistant's turn; the whole text if its span is not known.
     answers = {}
     for i, message in enumerate(messages):
@@ -897,6 +886,16 @@ def _find_dropped(
         yield "reasoning_dropped"
     if any(_thinks_twice(answers[i], messages[i]) for i in trained):
         yield "reasoning_twice"
+
+
+def _find_dropped_questions(messages: Sequence[Message], text: str) -> Iterator[str]:
+    """Yields a finding for instructions, and one for users' messages, that the text lacks."""
+    instructions = [m["content"].strip() for m in messages if m["role"] in ("system", "developer")]
+    if not all(words in text for words in instructions):
+        yield "system_dropped"
+    questions = [_take_last_line(m["content"]) for m in messages if m["role"] == "user"]
+    if not all(words in text for words in questions):
+        yield "user_dropped"
 
 
 def _find_dropped_calls(
@@ -929,7 +928,7 @@ def _find_dropped_answers(
 
     `answers`: message index -> text of an assistant's turn; there must be at least one.
     """
-    trained = [conversation.messages[i] for i in answers if conversation.trained[i]]
+    trained = conversation.answers
     # Templates may rewrite the content of earlier turns. So only the last turn is compared, and
     # turns with tool calls.
     last = conversation.messages[max(answers)]

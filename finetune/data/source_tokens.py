@@ -399,16 +399,13 @@ def _count_findings(documents: list[RenderedText], places: list[str], stats: Sou
         stats: The counts of their source.
     """
     places_by_finding: dict[str, list[str]] = {}
-    first_differences: dict[str, str] = {}
     for document, place in zip(documents, places, strict=True):
         for name in document.findings:
             places_by_finding.setdefault(name, []).append(place)
             if document.difference and name in COMPARED:
-                first_differences.setdefault(name, document.difference)
+                stats.tally.details.setdefault(name, document.difference)
     for name in sorted(places_by_finding):
         _tally_rows(stats, name, places_by_finding[name])
-    for name in sorted(first_differences):
-        stats.tally.details.setdefault(name, first_differences[name])
 
 
 def _count_split_tokens(

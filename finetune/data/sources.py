@@ -4,7 +4,6 @@ Parquet, Arrow and data sets of the hub are read by pyarrow and the `datasets` l
 by readers.py.
 """
 
-import json
 import os
 import re
 import struct
@@ -36,7 +35,7 @@ from finetune.data.readers import (
     most_unpacked,
 )
 from finetune.errors import UserError, first_line
-from finetune.files.durable import CHECKSUM, checksum
+from finetune.files.durable import CHECKSUM, checksum, hash_json
 from finetune.files.json_files import refuse_lfs_pointer
 from finetune.files.network import go_offline_without_network
 
@@ -372,7 +371,7 @@ def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
         hash_file_samples = partial(_hash_samples, max_samples=max_samples)
         with ThreadPoolExecutor(8) as pool:
             samples_by_source.append(list(pool.map(hash_file_samples, paths)))
-    return xxhash.xxh3_128_hexdigest(json.dumps(samples_by_source).encode())
+    return hash_json(samples_by_source)
 
 
 def _hash_samples(path: str, max_samples: int) -> tuple[int, str]:
@@ -444,14 +443,9 @@ def describe_source(source: DatasetSource) -> Any:
     This is quick, where hashing the files' content would take too long. A data set of the hub has
     no files.
     """
-    if source.function:
-        splits = {"function": list_files(source)}
-    else:
-        splits = find_splits(source.path) or {}
     files = [
         (file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns)
-        for split_files in splits.values()
-        for file in split_files
+        for file in list_files(source)
     ]
     return asdict(source), files
 

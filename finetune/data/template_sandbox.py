@@ -114,31 +114,9 @@ def _size_indented(text: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
     return len(text) + lines * (width if isinstance(width, int) else len(width))
 
 
-def _size_wrapped(
-    text: Any, width: int = 79, _: bool = True, wrapstring: str | None = None, *__: Any
-) -> Any:
-    """Bounds a text that is broken into lines of `width`, with `wrapstring` between them."""
-    text = str(text)
-    lines = len(text) // max(1, width) + text.count("\n") + 1
-    return len(text) + lines * len(wrapstring or "\n")
-
-
-def _size_translate(text: str, table: Any) -> Any:
-    """Bounds a text in which each character becomes the longest replacement of the table."""
-    replacements: Iterable[Any] = ()
-    if isinstance(table, dict):
-        replacements = table.values()
-    elif isinstance(table, list | tuple):
-        replacements = table
-    lengths = (len(value) for value in replacements if isinstance(value, str))
-    return len(text) * max(lengths, default=1)
-
-
-def _size_urlized(text: Any, *args: Any, **kwargs: Any) -> Any:
-    """Bounds a text with links: each may repeat all options, and holds one of these characters."""
-    text = str(text)
-    links = sum(map(text.count, ".:@"))
-    return len(text) + links * sum(map(_weigh, (*args, *kwargs.values())))
+def _size_interspersed(text: Any, *args: Any, **kwargs: Any) -> Any:
+    """Bounds a text in which all options, or a line break, may follow each character."""
+    return len(str(text)) * (2 + sum(map(_weigh, (*args, *kwargs.values()))))
 
 
 def _size_split(text: str, separator: Any = None, *_: Any, **__: Any) -> Any:
@@ -160,7 +138,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "replace": _size_replace,
     "join": _size_join,
     "expandtabs": _size_indented,
-    "translate": _size_translate,
+    "translate": _size_interspersed,
     **dict.fromkeys(("split", "rsplit", "splitlines"), _size_split),
     **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes"), _size_padded),
     **dict.fromkeys(("format", "format_map"), _size_format),
@@ -170,10 +148,10 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "replace": _size_replace,
     "join": lambda parts, d="", *_, **__: _size_join(d, parts),
     "indent": _size_indented,
-    "wordwrap": _size_wrapped,
+    "wordwrap": _size_interspersed,
     "format": _size_format,
     "tojson": _size_json,
-    "urlize": _size_urlized,
+    "urlize": _size_interspersed,
     # A sum of lists copies the sum for each of them.
     "sum": lambda values, _=None, start=0: (
         0 if isinstance(start, int | float) else len(values) * _weigh(values)
@@ -298,7 +276,7 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
 
     def charge_copy(self, value: Any) -> Any:
         """Charges for a value that is copied into another."""
-        self.charge(WRITE_COST * (len(value) if type(value) is str else _weigh(value)))
+        self.charge(WRITE_COST * _weigh(value))
         return value
 
     def charge_copy_part(self, value: Any) -> Any:
@@ -423,10 +401,8 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
         if name in CONSTANT_TIME:
             return function
         size = FILTERS.get(name)
-        # Jinja passes an environment or context before the values if this attribute says so.
-        values_begin = 1
-        if getattr(function, "jinja_pass_arg", None) is None:
-            values_begin = 0
+        # Jinja passes an environment or context before the values if it has this attribute.
+        values_begin = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)  # copies `jinja_pass_arg` too
         def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -10,8 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from hashlib import blake2b, file_digest
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from threading import Event
@@ -28,7 +28,14 @@ from finetune.data.images import IN_FILE, EncodedImage, load_stored
 from finetune.data.messages import BadRow
 from finetune.data.tokenizer import PLAIN, asks_for_date, find_stop_tokens
 from finetune.errors import UserError
-from finetune.files.durable import remove_tree, replace_file, stage_and_rename, write_file
+from finetune.files.durable import (
+    CHECKSUM,
+    checksum,
+    remove_tree,
+    replace_file,
+    stage_and_rename,
+    write_file,
+)
 from finetune.files.network import find_cache
 from finetune.units import name_place
 
@@ -79,17 +86,13 @@ class TokenStore:
     ratings: NDArray[np.int8]  # [documents], as in `Tokens`
     facts: dict[str, Any]  # `SourceStats.as_json()`
     # [documents + 1]: where each document's row begins in `kept_bytes`
-    kept_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
-    # memory-mapped
-    kept_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
+    kept_starts: Int64s
+    kept_bytes: NDArray[np.uint8]  # memory-mapped
     # [documents + 1]: the number of each document's first image; None if the store has no images
-    first_images: Int64s | None = None
-    # [images + 1]: where each image begins in `image_bytes`
-    image_starts: Int64s = field(default_factory=lambda: np.zeros(1, np.int64))
-    # memory-mapped
-    image_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))
-    # [images], as in `Tokens`
-    image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))
+    first_images: Int64s | None
+    image_starts: Int64s  # [images + 1]: where each image begins in `image_bytes`
+    image_bytes: NDArray[np.uint8]  # memory-mapped
+    image_hashes: NDArray[np.uint64]  # [images], as in `Tokens`
 
     def read_row(self, document: int) -> Any:
         """Reads the row of a prompt for the rewards, as data/preferences.py wrote it."""
@@ -141,17 +144,17 @@ class TokenStore:
     @property
     def group_size(self) -> int:
         """The number of consecutive documents in a group: 2 for chosen and rejected."""
-        return int(self.facts.get("group_size", 1))
+        return int(self.facts["group_size"])
 
     @property
     def is_rated(self) -> bool:
         """Whether the first document of each group is a rated answer."""
-        return bool(self.facts.get("is_rated", False))
+        return bool(self.facts["is_rated"])
 
     @property
     def is_asked(self) -> bool:
         """Whether the documents are prompts, of which no token is trained on."""
-        return bool(self.facts.get("is_asked", False))
+        return bool(self.facts["is_asked"])
 
     @property
     def is_text(self) -> NDArray[np.bool_]:
@@ -248,8 +251,21 @@ def write_store(
     finally:
         for file in files.values():
             file.close()
-    text = json.dumps({"columns": columns, "facts": facts()}, indent=1)
-    write_file(folder / FACTS, [f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}".encode()])
+    write_file(folder / FACTS, [seal({"columns": columns, "facts": facts()})])
+
+
+def seal(value: Any) -> bytes:
+    """Writes a value as JSON, behind a line with the checksum of the JSON."""
+    text = json.dumps(value, indent=1).encode()
+    return f"{xxhash.xxh3_128_hexdigest(text)}\n".encode() + text
+
+
+def unseal(content: bytes) -> Any:
+    """Reads what `seal` has written. Raises `ValueError` if the checksum is another."""
+    digest, _, text = content.partition(b"\n")
+    if digest != xxhash.xxh3_128_hexdigest(text).encode():
+        raise ValueError("damaged")
+    return json.loads(text)
 
 
 def open_store(folder: Path) -> TokenStore:
@@ -259,10 +275,7 @@ def open_store(folder: Path) -> TokenStore:
     Raises `DamagedStore` if a file is missing or differs.
     """
     try:
-        checksum, _, text = (folder / FACTS).read_text(encoding="utf-8").partition("\n")
-        if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
-            raise DamagedStore(f"{folder / FACTS}: damaged")
-        stored = json.loads(text)
+        stored = unseal((folder / FACTS).read_bytes())
         columns = {
             name: _open_column(folder / f"{name}.bin", kind, stored["columns"][name])
             for name, kind in COLUMNS.items()
@@ -271,7 +284,7 @@ def open_store(folder: Path) -> TokenStore:
         raise DamagedStore(
             f"{error.filename or folder}: cannot be read: {error.strerror}"
         ) from None
-    except UnicodeDecodeError:
+    except ValueError:
         raise DamagedStore(f"{folder / FACTS}: damaged") from None
     store = _make_store(columns, stored["facts"])
     store.check_images()
@@ -284,12 +297,11 @@ def _open_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any
     Raises `DamagedStore` if the file's size or checksum is not that in `written`.
     """
     # Read, not mapped, so that the pages do not count as this process's memory.
-    with path.open("rb") as stream:
-        checksum = file_digest(stream, xxhash.xxh3_128).hexdigest()
-        size = stream.tell()
-    if (size, checksum) != (written["bytes"], written["xxh3"]):
+    read = checksum(path)
+    size = written["bytes"]
+    if read != {"size": size, CHECKSUM: written["xxh3"]}:
         raise DamagedStore(
-            f"{path}: damaged: it is not what was written ({size:,} of {written['bytes']:,} bytes)"
+            f"{path}: damaged: it is not what was written ({read['size']:,} of {size:,} bytes)"
         )
     if size:
         return np.memmap(path, dtype=kind, mode="r")

@@ -182,11 +182,8 @@ def _label_pooled(labels: Int32s, pooling: Pooling) -> None:
 
     They get the label 0. No loss reads its value.
     """
-    labels[:] = IGNORE_INDEX
-    if pooling == "lasttoken":
-        labels[-1:] = 0
-    else:
-        labels[:] = 0
+    labels[:] = IGNORE_INDEX if pooling == "lasttoken" else 0
+    labels[-1:] = 0
 
 
 def _make_fact_columns(documents: Sequence[RenderedText]) -> dict[str, NDArray[Any]]:

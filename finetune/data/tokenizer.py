@@ -14,7 +14,13 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.methods import ADDED_MASK
-from finetune.config.pretrained import Vocabulary, load_config, refuse_other_path, text_config_of
+from finetune.config.pretrained import (
+    Vocabulary,
+    find_file,
+    load_config,
+    refuse_other_path,
+    text_config_of,
+)
 from finetune.config.schema import Data, DatasetSource, Model, Recipe, Turns
 from finetune.constants import (
     CUTTING_KEYS,
@@ -214,37 +220,30 @@ def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
     teacher_tokenizer = _load_unchanged(teacher)
     vocabulary = tokenizer.get_vocab()  # token -> id
     teacher_vocabulary = teacher_tokenizer.get_vocab()
-    different = sorted(
-        vocabulary.items() ^ teacher_vocabulary.items(), key=lambda item: (item[1], item[0])
+    different = vocabulary.items() ^ teacher_vocabulary.items()
+    parts, teacher_parts = (
+        json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, teacher_tokenizer)
     )
-    difference = ""
+    changed = [
+        part
+        for part in ("model", "normalizer", "pre_tokenizer")
+        if parts.get(part) != teacher_parts.get(part)
+    ]
     if different:
-        token, index = different[0]  # the one with the lowest id
-        if token in teacher_vocabulary and teacher_vocabulary[token] == index:
-            whose = "the teacher's tokenizer"
-        else:
-            whose = "the model's tokenizer"
-        difference = f"{token!r} is token {index} only of {whose}"
+        token, index = min(different, key=lambda item: item[::-1])  # the one with the lowest id
+        whose = "teacher" if teacher_vocabulary.get(token) == index else "model"
+        difference = f"{token!r} is token {index} only of the {whose}'s tokenizer"
+    elif changed:
+        difference = (
+            "the tokens are the same, but a text is cut into others "
+            f"({', '.join(changed)} in tokenizer.json)"
+        )
     else:
-        parts, teacher_parts = (
-            json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, teacher_tokenizer)
-        )
-        changed = [
-            part
-            for part in ("model", "normalizer", "pre_tokenizer")
-            if parts.get(part) != teacher_parts.get(part)
-        ]
-        if changed:
-            names = ", ".join(changed)
-            difference = (
-                f"the tokens are the same, but a text is cut into others ({names} in "
-                "tokenizer.json)"
-            )
-    if difference:
-        raise UserError(
-            f"{teacher.model_name_or_path}: its tokenizer is not that of the model that is "
-            f"trained: {difference}; name a teacher of the same family, with the same tokenizer"
-        )
+        return
+    raise UserError(
+        f"{teacher.model_name_or_path}: its tokenizer is not that of the model that is trained: "
+        f"{difference}; name a teacher of the same family, with the same tokenizer"
+    )
 
 
 def _add_tokens(tokenizer: Any, model: Model) -> None:
@@ -489,22 +488,12 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
 
     Empty if there is no such file, or no model.
     """
-    from transformers.utils import cached_file
-
     if model.model_name_or_path is None:
         return []
-    file = cached_file(
-        model.model_name_or_path,
-        GENERATION_FILE,
-        revision=model.model_revision,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    # A damaged file is reported when an export is written.
-    stops = None
-    if file:
-        stops = read_json_object(Path(file)).get("eos_token_id")
+    file = find_file(model.model_name_or_path, GENERATION_FILE, model.model_revision)
+    if file is None:
+        return []
+    stops = read_json_object(file).get("eos_token_id")  # an export reports a damaged file
     ids = stops if isinstance(stops, list) else [stops]
     return [
         str(token)

@@ -199,17 +199,19 @@ def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError("nested too deep") from None
-    # `level`: all lists and objects at one depth of nesting
-    level = [value] if isinstance(value, list | dict) else []
-    depth = 0
     # a text with at most MAX_DEPTH opening brackets cannot be nested deeper
-    while level and text.count("[") + text.count("{") > MAX_DEPTH:
-        children = (outer.values() if isinstance(outer, dict) else outer for outer in level)
-        level = [inner for values in children for inner in values if isinstance(inner, list | dict)]
-        depth += 1
-        if depth > MAX_DEPTH:
-            raise ValueError("nested too deep")
+    has_many_brackets = text.count("[") + text.count("{") > MAX_DEPTH
+    if has_many_brackets and _is_deeper(value, MAX_DEPTH):
+        raise ValueError("nested too deep")
     return value
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    """Whether lists and objects are nested deeper than `depth` in a value."""
+    inner = list(value.values()) if isinstance(value, dict) else value
+    if not isinstance(inner, list):
+        return False
+    return depth == 0 or any(_is_deeper(each, depth - 1) for each in inner)
 
 
 def _require_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

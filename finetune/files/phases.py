@@ -91,8 +91,7 @@ def count_starts(lines: Iterable[Mapping[str, Any] | None]) -> int:
 
     Starts of a run are numbered from 1. Returns 0 if no line has seconds.
     """
-    starts = [line.get("start") for line in lines if line is not None and PHASE in line]
-    return max((start for start in starts if isinstance(start, int)), default=0)
+    return max(seconds_by_phase(lines), default=0)
 
 
 def seconds_by_phase(

@@ -424,16 +424,13 @@ def read_header(path: Path) -> list[HeaderEntry]:
 
 
 def header_bytes(
-    tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, torch.dtype, Shape]], metadata: Mapping[str, str]
 ) -> bytes:
     """Makes the first bytes of a safetensors file: the header's length and the header.
 
     The values of `tensors`, each (name, dtype, shape), must follow in the same order.
     """
-    if metadata:
-        header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    else:
-        header = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     position = 0
     for name, dtype, shape in tensors:
         end = position + math.prod(shape) * dtype.itemsize

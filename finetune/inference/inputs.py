@@ -27,14 +27,7 @@ from finetune.data.formats import (
 )
 from finetune.data.hosted_rows import rewrite_row
 from finetune.data.images import open_image, read_image
-from finetune.data.messages import (
-    IMAGE,
-    BadRow,
-    Message,
-    is_of_assistant,
-    list_columns,
-    parse_turns,
-)
+from finetune.data.messages import IMAGE, BadRow, Message, list_columns, parse_turns
 from finetune.data.sources import read_file
 from finetune.errors import UserError
 from finetune.export.sentence_transformer import MODULES, is_embedder
@@ -371,10 +364,7 @@ def _cut_before_answer(
     Raises:
         BadRow: The turns or images cannot be read, or nothing is asked.
     """
-    # `make_conversation` expects an answer at the end, as in training.
-    if not turns or not is_of_assistant(turns[-1]):
-        turns = [*turns, {"role": "assistant", "content": ""}]
-    conversation = make_conversation(Columns(row), turns)
+    conversation = make_conversation(Columns(row), turns, needs_answer=False)
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

@@ -41,7 +41,7 @@ from finetune.data.formats import (
 from finetune.data.hosted_rows import rewrite_row
 from finetune.data.messages import BadRow, describe_value, list_columns
 from finetune.data.readers import file_kind
-from finetune.data.sources import list_files
+from finetune.data.sources import RowBatch, list_files
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.files.json_files import read_json_object
@@ -60,6 +60,7 @@ from finetune.init.new_recipe import (
     fit_recipe,
     inspect_command,
     launch_command,
+    list_entry,
     name_flags,
     plan_command,
     read_first_rows,
@@ -67,7 +68,7 @@ from finetune.init.new_recipe import (
 )
 from finetune.plan.architecture import find_config
 from finetune.plan.table import compare_need, name_unknown
-from finetune.units import MIB, counted, read_gpu_memory, read_size
+from finetune.units import MIB, read_gpu_memory, read_size
 
 T = TypeVar("T")
 
@@ -351,9 +352,6 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
 
     If the model's tokenizer cannot be loaded, the only finding is a notice that says so.
     """
-    from finetune.data.findings import Finding
-    from finetune.data.sources import RowBatch
-
     try:
         from finetune.data.source_tokens import SourceStats, tokenize_rows
         from finetune.data.tokenizer import load_tokenizer  # imports transformers
@@ -369,8 +367,7 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
             pass
     except UserError as error:
         return [f"notice: the rows were not checked with the model's tokenizer: {error}"]
-    findings: list[Finding] = stats.tally.list_findings(stats.rows_read, stats.unused_columns)
-    return [str(finding) for finding in findings]
+    return list(map(str, stats.tally.list_findings(stats.rows_read, stats.unused_columns)))
 
 
 def _read_model(name: str) -> tuple[str, dict[str, Any]]:
@@ -386,12 +383,9 @@ def _check_output(output: str, overwrite: bool) -> str:
     """
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
-        if path.name in ("", ".."):
-            example = path / "my_recipe.yaml"
-        else:
-            example = path.with_suffix(".yaml")
         raise UserError(
-            f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output {example}"
+            f"{output or 'an empty name'}: a recipe's name ends in .yaml; write --output "
+            "my_recipe.yaml"
         )
     if path.exists() and not overwrite:
         raise UserError(
@@ -416,17 +410,13 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
     if kind == "answers":
         source = choose_columns(rows[0], source, finds_chat_template(model))
     summary = summarize_data(source, rows, places, rows_read, kind, model)
-    if summary.is_counted:
-        row_count = counted(summary.rows, "row")
-    else:
-        row_count = f"more than {counted(summary.rows, 'row')}"
     if summary.is_tokenized:
         caveat = ""
     else:
         caveat = " (a guess from their characters)"
     print(
-        f"data    {path}: {row_count}, read as {summary.format}, about {summary.mean_tokens:,.0f} "
-        f"tokens each{caveat}"
+        f"data    {path}: {summary.row_count}, read as {summary.format}, about "
+        f"{summary.mean_tokens:,.0f} tokens each{caveat}"
     )
     if unread := list_unread_files(source):
         more = ""
@@ -679,14 +669,9 @@ def _choose_keys(model: str, config: dict[str, Any], data: DataSummary) -> Keys:
     """Chooses the recipe keys that do not depend on the method or the hardware."""
     positions = find_positions(config)
     max_length = choose_max_length(data, positions if positions and positions > 1 else None)
-    entry = {
-        key: value
-        for key in data.source.__slots__
-        if (value := getattr(data.source, key)) not in (None, "")
-    }
     keys: Keys = {
         "model_name_or_path": model,
-        "datasets": [entry],
+        "datasets": [list_entry(data.source)],
         "max_length": max_length,
         "num_train_epochs": 1 if data.rows >= MANY_ROWS else 3,
     }

@@ -148,19 +148,16 @@ def _find_missing(options: argparse.Namespace, gpus: list[Gpu]) -> list[str]:
 def _begins_with_images(source: DatasetSource) -> bool:
     """Whether the first row of a source's first local file holds an image.
 
-    False for a data set of the hub, a function, or a file that cannot be read.
+    False for a data set of the hub, a function, or a file that cannot be read as rows.
     """
     # these import transformers, which is slow, so they are imported only if Pillow is missing
     from finetune.data.images import holds_images
     from finetune.data.sources import list_files, read_file
 
     try:
-        if source.function is not None:
-            return False
-        file = next(iter(list_files(source)), None)
-        if file is None:
-            return False
-        row = next((row for _, row in read_file(file) if isinstance(row, dict)), {})
+        first_file = list_files(source)[:1]
+        rows = (row for file in first_file for _, row in read_file(file) if isinstance(row, dict))
+        row = next(rows, {})
     except (OSError, UserError):  # the run reports it
         return False
     has_column = any(holds_images(column, value) for column, value in row.items())

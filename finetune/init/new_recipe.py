@@ -36,7 +36,7 @@ from finetune.data.hosted_rows import rewrite_row
 from finetune.data.messages import BadRow, list_columns
 from finetune.data.preferences import find_answer_columns
 from finetune.data.retrieval import OF_RETRIEVAL_ALONE, parse_retrieval
-from finetune.data.sources import list_files, read_rows
+from finetune.data.sources import count_rows, list_files, read_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, Need, Room, advise, count_need
 from finetune.plan.plan import Plan, make_plan
@@ -58,7 +58,6 @@ class DataSummary:
 
     source: DatasetSource  # with the columns that the recipe will name
     format: str  # a key of RENDERINGS, such as messages, alpaca or text
-    columns: tuple[str, ...]  # of the first row
     rows: int  # the number of all rows if `is_counted`; else of the rows that were read
     is_counted: bool
     longest_tokens: int  # of the 99th percentile of documents
@@ -68,6 +67,12 @@ class DataSummary:
     labels: Names = ()  # the classes of the rows that were read
     num_negatives: int = 0  # negatives that every row of retrieval has, at most MOST_NEGATIVES
     sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
+
+    @property
+    def row_count(self) -> str:
+        """The number of rows in words: "8 rows", or "more than 1,000 rows"."""
+        row_count = counted(self.rows, "row")
+        return row_count if self.is_counted else f"more than {row_count}"
 
 
 def read_first_rows(source: DatasetSource) -> tuple[list[dict[str, Any]], list[str], int]:
@@ -127,13 +132,14 @@ def summarize_data(
     documents = [document for row in parsed for group in row.groups for document in group.documents]
     files = () if source.function else list_files(source)
     is_at_end = rows_read < ROWS_READ  # all rows were read
+    if files and not is_at_end:
+        rows_read = sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files)
     lengths, is_tokenized = count_tokens(documents, Path(model))
     mean_length = sum(lengths) / len(lengths) + TEMPLATE_TOKENS
     return DataSummary(
         source=source,
         format=parsed[0].rendering,
-        columns=tuple(map(str, rows[0])),
-        rows=rows_read if is_at_end else _count_rows(files, rows_read),
+        rows=rows_read,
         is_counted=is_at_end or bool(files),
         longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))]) + TEMPLATE_TOKENS,
         mean_tokens=mean_length * len(documents) / len(rows),
@@ -183,22 +189,17 @@ def list_labels(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> Nam
             f"{source.origin}: {name}: no class; its columns are {list_columns(rows[0])}, and "
             "--label-column names the one of the class"
         )
-    if len(values) > MOST_CLASSES:
-        raise UserError(
-            f"{source.origin}: {name}: {len(values):,} classes in {len(rows):,} rows; is it the "
-            "column of the class? --label-column names another"
-        )
     numbers = [value for value in values if isinstance(value, int)]
-    if len(numbers) == len(values) and min(numbers) >= 0:
-        largest = max(numbers)
-        if largest >= MOST_CLASSES:
-            raise UserError(
-                f"{source.origin}: {name}: {largest + 1:,} classes, as the largest is {largest:,}; "
-                "is it the column of the class? --label-column names another; or number the "
-                "classes from 0"
-            )
-        return tuple(str(number) for number in range(largest + 1))
-    return tuple(sorted(map(str, values)))
+    are_indexes = len(numbers) == len(values) and min(numbers) >= 0
+    names = sorted(map(str, values))
+    count = max(numbers) + 1 if are_indexes else len(names)
+    if count > MOST_CLASSES:
+        last = max(numbers) if are_indexes else names[-1]
+        raise UserError(
+            f"{source.origin}: {name}: {count:,} classes, the last of them {last}; is it the "
+            "column of the class? --label-column names another; number classes from 0"
+        )
+    return tuple(map(str, range(count))) if are_indexes else tuple(names)
 
 
 def _count_negatives(rows: Sequence[Mapping[str, Any]], source: DatasetSource) -> int:
@@ -284,15 +285,6 @@ def _describe_message(message: Mapping[str, Any]) -> str:
     if message.keys() <= {"role", "content", "input"} and isinstance(message.get("content"), str):
         return f"{message['role']}\n{message['content']}\n"
     return json.dumps(message, ensure_ascii=False, default=str)
-
-
-def _count_rows(files: Sequence[str], rows_read: int) -> int:
-    """Counts all rows of local files; returns `rows_read` if there are none (hub or function)."""
-    from finetune.data.sources import count_rows
-
-    if files:
-        return sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files)
-    return rows_read
 
 
 Trained = Literal["full", "lora", "qlora"]
@@ -503,8 +495,14 @@ COMMENT_COLUMN = 40  # comments of the recipe begin behind this many characters
 MIN_LENGTH = 512  # bounds of max_length, in tokens
 MAX_LENGTH = 8192
 TEXT_LENGTH = 2048  # max_length for plain texts, in tokens
-# Keys that have a line in every recipe, whether the plan changes them or not.
-WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")
+# Keys that have a line of their own, whether the plan changes them or not.
+WRITTEN = (
+    "accelerate_config",
+    "global_batch_size",
+    "max_length",
+    "per_device_train_batch_size",
+    LOAD_KEYS[0],
+)
 
 
 def choose_max_length(data: DataSummary, positions: int | None) -> int:
@@ -553,80 +551,44 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
     steps = keys["num_train_epochs"] * count_batch_items(data, keys) / keys["global_batch_size"]
     # about ten evaluations and saves in the run; in a long one, after a multiple of 10 steps
     interval = max(1, round(steps / 10, -1 if steps > 200 else 0))
+    comments = {
+        "eval_split_size": f"rows that are not trained on: their {measured} shows what was learned",
+        "chat_template": "in place of the tokenizer's own",
+    }
+    batch_comments = {
+        "max_length": _explain_length(data, keys["max_length"], method),
+        "global_batch_size": f"{batch_items} in a step, over all GPUs",
+        "per_device_train_batch_size": "rows at once on a GPU: more are faster, and take memory",
+        "num_train_epochs": f"watch the held-out {measured}: fewer, where it {worsens}"
+        if is_held_out
+        else "passes over the data",
+    }
+    if fit.trained == "full":
+        rate_comment = "for all parameters of a trained model"
+    else:
+        rate_comment = "adapters take ten times the rate of full fine-tuning and more"
     lines = [
         *_describe_head(data, fit, hardware, file),
-        _line("model_name_or_path", keys["model_name_or_path"]),
-        _line(
-            "accelerate_config",
-            keys["accelerate_config"],
-            "sharded over all GPUs; accelerate_configs/ has others",
-        ),
-        *_describe_method(fit),
-        *_describe_trained(fit),
+        *_write_lines(keys, FIRST_LINES),
+        *_describe_method(keys),
+        *_write_lines(keys, ADAPTER_LINES),
         "",
-        *_describe_datasets(data),
-        *(
-            [
-                _line(
-                    "eval_split_size",
-                    keys["eval_split_size"],
-                    f"rows that are not trained on: their {measured} shows what was learned",
-                )
-            ]
-            if is_held_out
-            else []
-        ),
-        *(
-            [_line("chat_template", keys["chat_template"], "in place of the tokenizer's own")]
-            if "chat_template" in keys
-            else []
-        ),
+        *_describe_datasets(data, keys["datasets"][0]),
+        *_write_lines(keys, comments),
         "",
-        _line("max_length", keys["max_length"], _explain_length(data, keys["max_length"], method)),
-        _line(
-            "global_batch_size",
-            keys["global_batch_size"],
-            f"{batch_items} in a step, over all GPUs",
-        ),
-        _line(
-            "per_device_train_batch_size",
-            keys["per_device_train_batch_size"],
-            "rows at once on a GPU: more are faster, and take memory",
-        ),
-        _line(
-            "num_train_epochs",
-            keys["num_train_epochs"],
-            f"watch the held-out {measured}: fewer, where it {worsens}"
-            if is_held_out
-            else "passes over the data",
-        ),
+        *_write_lines(keys, batch_comments),
         *_describe_advised(fit),
         "",
-        _line(
-            "learning_rate",
-            keys["learning_rate"],
-            "for all parameters of a trained model"
-            if fit.trained == "full"
-            else "adapters take ten times the rate of full fine-tuning and more",
-        ),
+        *_write_lines(keys, {"learning_rate": rate_comment}),
         _line("warmup_ratio", 0.03),
         "",
         _line("logging_steps", max(1, min(10, int(interval) // 5))),
-        *(
-            [
-                _line(
-                    "eval_steps",
-                    int(interval),
-                    f"steps between two measurements of that {measured}",
-                )
-            ]
-            if is_held_out
-            else []
-        ),
-        _line(
-            "save_steps", int(interval), "steps between two checkpoints; the newest two are kept"
-        ),
     ]
+    if is_held_out:
+        eval_comment = f"steps between two measurements of that {measured}"
+        lines.append(_line("eval_steps", int(interval), eval_comment))
+    save_comment = "steps between two checkpoints; the newest two are kept"
+    lines.append(_line("save_steps", int(interval), save_comment))
     return "\n".join(lines) + "\n"
 
 
@@ -661,73 +623,69 @@ def _describe_head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
     yield f"#   {launch_command(file, hardware)}"
 
 
-# Key that some methods have -> its comment in the recipe.
+# Keys of a recipe, in the order of their lines -> their comments.
+FIRST_LINES = {
+    "model_name_or_path": "",
+    "accelerate_config": "sharded over all GPUs; accelerate_configs/ has others",
+}
+ADAPTER_LINES = {
+    "use_peft": "train adapters on a frozen model, a hundredth of its parameters or less",
+    "lora_r": "their rank: more learns more, and takes more memory",
+    "lora_alpha": "they are scaled by lora_alpha / lora_r",
+    LOAD_KEYS[0]: "the frozen model in 4 bits (QLoRA)",
+}
 METHOD_LINES = {
+    "added_tokens": "or a token that the tokenizer has",
+    "mask_token": "what stands in a masked token's place",
     "labels": "the classes of the first rows; add others",
     "num_negatives": "of each row, beside all others'",
     "teacher_model_name_or_path": "with the same tokenizer",
+    "rewards": "what a completion is worth",
 }
 
 
-def _describe_method(fit: Fit) -> Iterator[str]:
+def _write_lines(keys: Keys, comments: Mapping[str, str]) -> Iterator[str]:
+    """Yields the line of each key of `comments` that `keys` have."""
+    for key, comment in comments.items():
+        if key in keys:
+            yield _line(key, keys[key], comment)
+
+
+def _describe_method(keys: Keys) -> Iterator[str]:
     """Yields the lines of the method and of the keys that it requires; none for the default."""
-    method = fit.keys.get("method")
-    if method is not None:
-        yield _line("method", method, METHODS[method].says)
-    if "mask_token" in fit.keys:
-        yield _line("added_tokens", fit.keys["added_tokens"], "or a token that the tokenizer has")
-        yield _line("mask_token", fit.keys["mask_token"], "what stands in a masked token's place")
-    for key, says in METHOD_LINES.items():
-        if key in fit.keys:
-            yield _line(key, fit.keys[key], says)
-    if "rewards" in fit.keys:
-        yield _line("rewards", fit.keys["rewards"], "what a completion is worth")
+    if "method" not in keys:
+        return
+    facts = METHODS[keys["method"]]
+    yield from _write_lines(keys, {"method": facts.says, **METHOD_LINES})
+    if "rewards" in keys:
         yield (
             "# tools: [my_tools.py:multiply]  # functions that the model may call before it answers"
         )
         yield "# environment: my_game.py:Game  # a world with a state, whose methods are tools"
-        if "num_generations" not in METHODS[fit.keys["method"]].defaults:  # else as the plan has it
+        if "num_generations" not in facts.defaults:  # else as the plan has it
             yield _line("num_generations", 8, "completions of each prompt, which are compared")
-        yield _line(
-            "max_completion_length",
-            fit.keys["max_completion_length"],
-            "tokens; the rest is for the prompt",
-        )
+        comment = "tokens; the rest is for the prompt"
+        yield from _write_lines(keys, {"max_completion_length": comment})
 
 
-def _describe_trained(fit: Fit) -> Iterator[str]:
-    """Yields the lines of LoRA and QLoRA; none if all parameters are trained."""
-    if fit.trained != "full":
-        yield _line(
-            "use_peft",
-            True,
-            "train adapters on a frozen model, a hundredth of its parameters or less",
-        )
-        yield _line(
-            "lora_r", fit.keys["lora_r"], "their rank: more learns more, and takes more memory"
-        )
-        yield _line("lora_alpha", fit.keys["lora_alpha"], "they are scaled by lora_alpha / lora_r")
-    if fit.trained == "qlora":
-        yield _line(LOAD_KEYS[0], True, "the frozen model in 4 bits (QLoRA)")
+def list_entry(source: DatasetSource) -> Keys:
+    """Lists the keys of a source that differ from their defaults, as an entry of `datasets`."""
+    default = DatasetSource()
+    values = ((key, getattr(source, key)) for key in source.__slots__)
+    return {key: value for key, value in values if value != getattr(default, key)}
 
 
-def _describe_datasets(data: DataSummary) -> Iterator[str]:
-    """Yields the lines of `datasets`: one entry with every key that differs from its default."""
-    source = data.source
-    if data.is_counted:
-        row_count = counted(data.rows, "row")
-    else:
-        row_count = f"more than {counted(data.rows, 'row')}"
+def _describe_datasets(data: DataSummary, entry: Keys) -> Iterator[str]:
+    """Yields the lines of `datasets`, which has one entry."""
     yield "datasets:"
-    origin_key = "function" if source.function else "path"
-    columns = list_columns(data.columns)
-    yield _line(f"  - {origin_key}", source.origin, f"{row_count} with the columns {columns}")
-    default = DatasetSource(path="")
-    for key in source.__slots__[2:]:  # all but path and function
-        if (value := getattr(source, key)) != getattr(default, key):
-            yield _line(f"    {key}", value, RENDERINGS[data.format].says if key == "type" else "")
-    if source.type is None:
-        yield f"    # recognized as {data.format}: {RENDERINGS[data.format].says}"
+    (origin_key, origin), *others = entry.items()
+    says = RENDERINGS[data.format].says
+    columns = list_columns(data.sample[0])
+    yield _line(f"  - {origin_key}", origin, f"{data.row_count} with the columns {columns}")
+    for key, value in others:
+        yield _line(f"    {key}", value, says if key == "type" else "")
+    if "type" not in entry:
+        yield f"    # recognized as {data.format}: {says}"
 
 
 def _explain_length(data: DataSummary, max_length: int, method: MethodFacts) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
 from finetune.data import template_sandbox
-from finetune.data.formats import Conversation, parse_row
+from finetune.data.formats import Conversation, Question, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
 from finetune.data.tokenizer import TEMPLATES, Renderer, apply_template, make_renderer
@@ -327,6 +327,15 @@ def test_content_that_a_template_drops_is_reported() -> None:
         assert remarks == (f"{role}_dropped",)
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_instructions_that_a_template_drops_from_a_prompt_are_reported(role: str) -> None:
+    users = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
+    messages = ({"role": role, "content": "Be\nbrief."}, {"role": "user", "content": "Q? brief."})
+    asked = Question(Conversation(messages, (False, False)), row="")
+    renderer = make_renderer(tokenizer_with(users), True)
+    assert render(asked, renderer).findings == ("system_dropped",)
+
+
 def test_a_template_that_rejects_a_row_gives_a_bad_row_with_its_message() -> None:
     refusing = "{{- raise_exception('only haiku are allowed') -}}"
     with pytest.raises(BadRow, match="the chat template rejects it: only haiku are allowed"):
@@ -351,6 +360,12 @@ FILTERED = "{%% for i in range(99999) %%}{%% set all = %s %%}{%% endfor %%}"
 REFUSED = r"takes more time or memory than any conversation needs|nested too deeply"
 LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
 LONG = "{%% set a = 'a' * 2 ** 24 %%}{%% set b = 'a' * 2 ** 24 %%}{%% for i in range(99999) %%}{%% set c = %s %%}{%% endfor %%}"
+
+
+def test_a_filter_takes_its_arguments_by_name() -> None:
+    template = "{{ 'a bcdef'|wordwrap(3, break_long_words=False) }}"
+    renderer = make_renderer(tokenizer_with(template), True)
+    assert apply_template(renderer, [{"role": "user", "content": "Q"}]) == "a\nbcdef"
 
 
 def test_an_argument_is_charged_whatever_its_name() -> None:

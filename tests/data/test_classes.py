@@ -83,7 +83,7 @@ def test_a_conversation_is_read_as_sft_reads_it(
         ({"text": "x", "label": True}, "True is none of labels"),
         ({"text": "x", "label": 0.5}, "0.5 is none of labels"),
         ({"text": "x", "label": "nan"}, "'nan' is none of labels"),
-        ({"messages": [], "label": 0}, "messages: an empty list"),
+        ({"messages": [], "label": 0}, "the list of messages is empty"),
         ({"label": 0}, "unknown format"),
     ],
 )

@@ -472,11 +472,11 @@ def test_findings_that_do_not_stop_it(prepare: Prepare, tmp_path: Path) -> None:
 def test_data_that_is_too_little_says_so(prepare: Prepare, tmp_path: Path) -> None:
     path = str(write_lines(tmp_path / "a.jsonl", [chat("Q", "A"), chat("R", "B")]))
     with pytest.raises(
-        UserError, match=r"1 row \(2 examples packed by max_length 64\) is too few for 2 ranks"
+        UserError, match=r"1 row of 2 examples, too few for 2 ranks; .* a smaller max_length"
     ):
         prepare([{"path": path}], size=2)
     assert prepare([{"path": path}], size=2, packing=False).train.rows_per_epoch == 2
-    with pytest.raises(UserError, match="2 rows are too few for 3 ranks"):
+    with pytest.raises(UserError, match="2 rows of 2 examples, too few for 3 ranks"):
         prepare([{"path": path}], size=3, packing=False)
     with pytest.raises(
         UserError, match="eval_split_size: 2 of 2 rows is 2, which leaves none to train on"

@@ -302,7 +302,7 @@ def test_a_gzip_bomb_is_an_error_before_it_is_unpacked(tmp_path: Path, name: str
     start = {"a.json.gz": b'[{"text": "', "a.csv.gz": b"text\n"}.get(name, b'{"text": "')
     path = written(tmp_path, name, gzip.compress(start + b"x" * 200_000_000, compresslevel=1))
     problem = (
-        ":2: a line longer than 16 MiB"
+        ":2: longer than 16 MiB"
         if "csv" in name
         else ": unpacks to more than 64 MiB, the most for a file of its size; "
     )
@@ -598,3 +598,13 @@ def test_a_pointer_of_git_lfs_is_no_row(name: str, tmp_path: Path) -> None:
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n")
     with pytest.raises(UserError, match="a pointer of Git LFS in place of the file; fetch the"):
         list(read_file(str(path)))
+
+
+def test_a_json_column_of_a_saved_data_set_keeps_its_objects(tmp_path: Path) -> None:
+    """`datasets` stores it as text, and pyarrow alone would return that text."""
+    datasets = pytest.importorskip("datasets", minversion="5")
+    row = {"answer": {"x": [1, "two"]}}
+    features = datasets.Features({"answer": datasets.Json()})
+    datasets.Dataset.from_list([row], features=features).save_to_disk(tmp_path)
+    [arrow_file] = tmp_path.glob("*.arrow")
+    assert list(read_file(str(arrow_file))) == [(1, row)]

@@ -51,12 +51,19 @@ def store_of(
         ratings=np.repeat(
             np.array(ratings or [0] * (len(documents) // group_size), np.int8), group_size
         ),
+        kept_starts=np.zeros(len(documents) + 1, np.int64),
+        kept_bytes=np.zeros(0, np.uint8),
+        first_images=None,
+        image_starts=np.zeros(1, np.int64),
+        image_bytes=np.zeros(0, np.uint8),
+        image_hashes=np.zeros(0, np.uint64),
         facts={
             "files": ["made-up.jsonl"],
             "rows_read": len(documents),
             "tally": {"rows": {}, "where": {}},
             "group_size": group_size,
             "is_rated": bool(ratings),
+            "is_asked": False,
         },
     )
 

@@ -119,7 +119,8 @@ def write_base(folder: Path, family: str, name: str) -> dict[str, torch.Tensor]:
         beside[f"model.layers.{layers}.eh_proj.weight"] = torch.randn(4, 8, generator=generator)
     shapes = [(each, torch.float32, box.shape) for each, box in own.files.items()]
     header = header_bytes(
-        shapes + [(each, value.dtype, tuple(value.shape)) for each, value in beside.items()]
+        shapes + [(each, value.dtype, tuple(value.shape)) for each, value in beside.items()],
+        {"format": "pt"},
     )
     with (folder / "model.safetensors").open("wb") as file:
         file.write(header)

@@ -42,7 +42,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, tensor in read_folder(folder).items()
     }
     dtype = next(iter(read_folder(folder).values())).dtype
-    header = header_bytes((name, dtype, shape) for name, shape in shapes.items())
+    entries = ((name, dtype, shape) for name, shape in shapes.items())
+    header = header_bytes(entries, {"format": "pt"})
     file = folder / "model.safetensors"
     file.write_bytes(header)
     with file.open("r+b") as opened:

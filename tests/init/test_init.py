@@ -785,11 +785,11 @@ def test_a_column_that_holds_no_classes_is_a_sentence(
         tmp_path / "rows.jsonl", *({"text": f"{n}", "label": f"l{n}"} for n in range(200))
     )
     asked = ("--model", model, "--data", data, "--gpus", 0)
-    assert "label: 200 classes in 200 rows; is it the column" in init(*asked, code=2)
+    assert "label: 200 classes, the last of them l99; is it the column" in init(*asked, code=2)
     numbered = write_rows(
         tmp_path / "numbered.jsonl", *({"text": f"{n}", "label": n} for n in (10, 20, 99_999))
     )
     said = init("--model", model, "--data", numbered, "--gpus", 0, code=2)
-    assert "label: 100,000 classes, as the largest is 99,999; is it the column" in said
+    assert "label: 100,000 classes, the last of them 99999; is it the column" in said
     asked = ("--model", model, "--data", data, "--gpus", 0, "--label-column", "kind")
     assert "kind: no class; its columns are text, label, and" in init(*asked, code=2)
