@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from finetune.config.methods import CORRECTIONS, POLICY_LOSSES
 from finetune.config.reader import read_recipe
 from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.packing import make_filler
 from finetune.rollout.engine import compute_advantages
 from finetune.training.objectives.policy import PolicyObjective
 from tests.training import online_papers
@@ -288,6 +289,47 @@ def test_tokens_outside_are_those_beyond_the_bounds_of_the_loss(loss: str) -> No
         metrics = objective.measure(Given(positions), micro_batch, {}, batch).metrics
         assert metrics["ratio/outside"].tolist() == [sum(expected), 4]
         assert metrics["clip_ratio"].tolist() == [sum(clipped), len(clipped)]
+        means = {name: float(total / number) for name, (total, number) in metrics.items()}
+        ratios = trained / sampled  # Kish's effective sample size, as a share of the tokens
+        share = objective.complete(means)["ratio/effective_sample_size"]
+        assert share == pytest.approx(float(ratios.sum() ** 2 / ratios.square().sum() / 4))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["method=grpo", "importance_sampling_correction=token_truncate"],
+        ["method=grpo", "beta=0.3", "use_peft=true"],
+        ["method=on_policy_distill", "teacher_model_name_or_path=a/b"],
+        ["method=ppo", "beta=0.3"],
+    ],
+    ids=lambda keys: keys[0],
+)
+def test_a_filler_has_the_metrics_of_all_ranks_and_no_loss(keys: list[str]) -> None:
+    """In the same order, since the ranks add up their numbers without names."""
+    objective, _ = make_objective("dapo", "token", "group")
+    common = ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "rewards=[exact_answer]"]
+    recipe = read_recipe(None, [*common, *keys])
+    other = None if "ppo" in keys[0] else lambda _model, of: torch.zeros(len(of.trained_positions))
+    objective = replace(objective, recipe=recipe, other_model=other)
+    old = torch.zeros(sum(LENGTHS), dtype=torch.float64)
+    whole = make_micro_batch(LENGTHS, old, torch.ones(len(LENGTHS)))
+    names = ("token_advantages", "values", "returns", "old", "reference")
+    columns = {**(whole.columns or {}), **dict.fromkeys(names, (whole.columns or {})["sampled"])}
+    columns["explained_variance"] = torch.ones(len(LENGTHS))
+    whole = replace(whole, columns=columns)
+    empty = {name: values[:0] for name, values in columns.items()}
+    filler = replace(make_filler(packing=True).with_documents(), columns=empty)
+    batch = StepBatch(0, 0.0, (), 9, 26, groups=6)
+    measured = []
+    for micro_batch in (whole, filler):
+        shape = (2,) if recipe.method_facts.has_critic else ()
+        model = Given(torch.zeros(*shape, len(micro_batch.trained_positions)))
+        measured.append(objective.measure(model, micro_batch, {}, batch))
+    assert [*measured[1].metrics] == [*measured[0].metrics]
+    assert measured[1].maxima.keys() == measured[0].maxima.keys()
+    assert measured[1].loss_sum.item() == 0 and measured[1].loss_sum.requires_grad
+    assert not torch.stack([*measured[1].metrics.values()]).any()
 
 
 def test_as_many_positions_as_completions_are_still_positions() -> None:
