@@ -73,6 +73,7 @@ LATENT = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 24},
+    "stablelm": {},  # whose config has no head_dim
     "qwen3_moe": EXPERTS | {"head_dim": 24, "mlp_only_layers": [0]},
     "gpt_oss": EXPERTS | {"head_dim": 24},
     "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1},
