@@ -1,12 +1,21 @@
 """The FLOP of a training step against those that torch counts, and the peak of a GPU by the name that torch gives it."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finetune.config.schema import Method
-from finetune.flops import flop_per_token_of, peak_flops_of
+from finetune.flops import (
+    count_attention_layers,
+    count_token_passes,
+    flop_per_token,
+    flop_per_token_of,
+    forward_flop_per_token_of,
+    fp8_share_of,
+    peak_flops_of,
+)
 from finetune.plan.speed import estimate_speed
 from tests.plan.run_specs import make_spec
 
@@ -64,6 +73,7 @@ LATENT = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 24},
+    "stablelm": {},  # whose config has no head_dim
     "qwen3_moe": EXPERTS | {"head_dim": 24, "mlp_only_layers": [0]},
     "gpt_oss": EXPERTS | {"head_dim": 24},
     "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1},
@@ -111,6 +121,13 @@ def test_the_flop_of_a_step_are_those_that_torch_counts(
     )
     found = flop_per_token_of(model.config, parameters=size.multiplied, length=window.mean_length())
     assert found * sum(lengths) == pytest.approx(counter.get_total_flops(), rel=0.015)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for length in lengths:
+            model(input_ids=torch.randint(3, 256, (1, length)), use_cache=False)
+    found = forward_flop_per_token_of(
+        model.config, parameters=size.multiplied, length=window.mean_length()
+    )
+    assert found * sum(lengths) == pytest.approx(counter.get_total_flops(), rel=0.015)
     found = flop_per_token_of(model.config, parameters=size.multiplied, length=TOKENS)
     planned = estimate_speed(
         make_spec({"model_type": family, **config}, ranks=1, max_length=TOKENS), mfu=0.4
@@ -149,3 +166,40 @@ def test_a_methods_forwards_without_a_backward_are_counted_once(
     spec = replace(spec, recipe=replace(spec.recipe, method=Method(method=method), lora=lora))
     planned = estimate_speed(spec, mfu=0.4).flop_per_token * documents.numel()
     assert planned == pytest.approx(counter.get_total_flops(), rel=0.03)
+
+
+# the layers of transformers' default configs that attend
+ATTENDING = {"jamba": 4, "recurrent_gemma": 8, "zamba2": 9, "falcon_h1": 32, "mamba": 0}
+
+
+@pytest.mark.parametrize("family", ATTENDING)
+def test_layers_in_which_no_tokens_are_compared_are_not_counted(family: str) -> None:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    assert count_attention_layers(CONFIG_MAPPING[family]()) == ATTENDING[family]
+
+
+def test_layers_that_differ_are_counted_each_by_its_own_heads() -> None:
+    layers = [
+        SimpleNamespace(num_hidden_layers=1, num_attention_heads=heads, head_dim=size)
+        for heads, size in ((2, 16), (6, 8), (4, 32))
+    ]
+    whole: Any = SimpleNamespace(
+        num_hidden_layers=3, is_heterogeneous=True, per_layer_config=layers
+    )
+    each = [flop_per_token_of(layer, parameters=0, length=TOKENS) for layer in layers]
+    assert flop_per_token_of(whole, parameters=0, length=TOKENS) == pytest.approx(sum(each))
+
+
+@pytest.mark.parametrize("are_rated", [False, True])
+@pytest.mark.parametrize("measures_all", [False, True])
+@pytest.mark.parametrize("frozen", [0, 300, 1000])
+def test_where_every_product_is_in_fp8_their_share_is_all(
+    frozen: int, measures_all: bool, are_rated: bool
+) -> None:
+    """Without attention, whatever is frozen and however often a token is computed."""
+    sizes = {"parameters": 1000, "layers": 1, "heads": 1, "head_size": 1, "length": 0}
+    passes = count_token_passes(are_rated=are_rated, measures_all=measures_all)
+    flop = passes.trained * flop_per_token(**sizes, frozen=frozen) + passes.measured * 2 * 1000
+    share = fp8_share_of(flop, trained=1000 - frozen, frozen=frozen, passes=passes)
+    assert share == pytest.approx(1.0)

@@ -519,6 +519,22 @@ def test_the_gradient_norm_of_an_update_that_fp16_skips_is_not_finite(tmp_path: 
             assert torch.equal(one, other)
 
 
+def test_an_update_at_a_loss_scale_is_that_without_one(tmp_path: Path) -> None:
+    """Also its gradient norm, and where gradients are clipped."""
+    keys: dict[str, Any] = {"datasets": ROWS, "max_length": 64, "max_grad_norm": 0.1}
+    recipe = finetune.load_recipe(model_name_or_path=make_model(tmp_path / "model"), **keys)
+    norms, updated = [], []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=1024.0)):
+        with finetune.Session(recipe, "single", saves=False) as session:
+            session.world.accelerator.scaler = scaler
+            session.forward_backward(next(iter(session.batches())))
+            norms.append(session.optim_step(1e-3).grad_norm)
+            updated.append([parameter.detach() for parameter in session.model.parameters()])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5) and norms[0] > 0.1
+    for one, other in zip(*updated, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_batch_is_computed_before_its_loss_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -238,8 +238,8 @@ class DivergenceOptions(NamedTuple):
     """The recipe's keys for a student's loss: alpha * divergence + (1 - alpha) * cross entropy."""
 
     beta: float  # which divergence; see `measure_divergence`
-    temperature: float = 1.0  # divides the logits of both models for the divergence
-    alpha: float = 1.0
+    temperature: float  # divides the logits of both models for the divergence
+    alpha: float
 
 
 @dataclass(frozen=True, slots=True)

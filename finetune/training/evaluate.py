@@ -148,7 +148,9 @@ def describe_quality(metrics: Mapping[str, float]) -> str:
     if "recall@1" in metrics:
         return f", recall@1 {metrics['recall@1']:.1%}, MRR {metrics['mrr@10']:.3f}"
     if "accuracy" in metrics:
-        return f", accuracy {metrics['accuracy']:.1%}, F1 {metrics['f1_macro']:.3f}"
+        accuracy = f", accuracy {metrics['accuracy']:.1%}"
+        # Without a document that has a class or is predicted to, there is no F1.
+        return accuracy + (f", F1 {metrics['f1_macro']:.3f}" if "f1_macro" in metrics else "")
     if REWARD in metrics:
         return f", mean reward {metrics[REWARD]:.4g}"
     if ACCURACY in metrics:

@@ -82,7 +82,7 @@ def stored_teacher() -> StoredTeacher:
     pieces = [(np.zeros((sum(LENGTHS), 4), np.int32), np.zeros((sum(LENGTHS), 5), np.float32))]
     starts = np.cumsum(LENGTHS) - LENGTHS
     places = np.stack([np.zeros(len(LENGTHS), np.int64), starts, LENGTHS], 1)
-    return StoredTeacher(pieces, places, 64, DivergenceOptions(0.5))
+    return StoredTeacher(pieces, places, 64, DivergenceOptions(0.5, 1.0, 1.0))
 
 
 def stored_reference() -> StoredReference:

@@ -33,7 +33,7 @@ TRANSFORMS = [
     LogitTransform(),
     LogitTransform(scale=0.3),
     LogitTransform(softcap=2.0),
-    LogitTransform(2.5, 3.0),
+    LogitTransform(2.5, 3.0, temperature=0.7),
 ]
 
 

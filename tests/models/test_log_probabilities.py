@@ -18,7 +18,11 @@ from tests.models.families import relative_error
 
 EXACT = 1e-6  # of the largest value
 TOKENS, HIDDEN, VOCABULARY = 101, 24, 67
-TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(scale=2.5, softcap=3.0)]
+TRANSFORMS = [
+    LogitTransform(),
+    LogitTransform(scale=0.3),
+    LogitTransform(2.5, 3.0, temperature=0.7),
+]
 
 
 def problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -59,7 +63,8 @@ def plain(
     )
     if logits.softcap is not None:
         scores = torch.tanh(scores / logits.softcap) * logits.softcap
-    found = scores.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
+    found = (scores / logits.temperature).log_softmax(-1)
+    found = found.gather(1, labels.clamp(min=0)[:, None]).squeeze(1)
     return torch.where(labels >= 0, found, 0.0)[positions]
 
 

@@ -286,7 +286,8 @@ def test_a_state_that_is_made_for_a_checkpoint_changes_no_later_update(optim: st
     for saves in (True, False):
         torch.manual_seed(0)
         model = nn.ModuleDict({name: nn.Linear(128, 64) for name in ("early", "late")})
-        optimizer = build_optimizer(model, Optimization(optim=optim, learning_rate=1e-2))  # type: ignore[arg-type]
+        keys = Optimization(optim=optim, learning_rate=1e-2, weight_decay=0.1)  # type: ignore[arg-type]
+        optimizer = build_optimizer(model, keys)
         for step in range(4):
             trained = [model["early"]] if step < 2 else [model["early"], model["late"]]
             torch.manual_seed(step)

@@ -111,9 +111,13 @@ def test_loss_and_gradients_are_those_of_models_that_are_cut_short(
     model.set_attn_implementation("eager")
     true_loss = plain_loss(model, examples)
     true_gradients = gradients(model, true_loss)
+    of_exits = sum(cut_losses(model, each, number, STEP) for number, each in enumerate(examples))
     ours(model)
     measured = measure(model, collate(examples, is_packed=is_packed))
     assert measured.loss_sum.item() == pytest.approx(true_loss.item(), rel=1e-6)
+    tokens = sum(sum(label >= 0 for label in each.labels) for each in examples)
+    for name, loss in zip(("exit_loss/1", "output_loss"), of_exits, strict=True):
+        assert measured.metrics[name].tolist() == pytest.approx([loss.item(), tokens], rel=1e-5)
     found = gradients(model, measured.loss_sum)
     assert found.keys() == true_gradients.keys()
     worst = max((relative_error(found[name], true_gradients[name]), name) for name in found)

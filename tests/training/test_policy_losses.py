@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from finetune.config.methods import CORRECTIONS, POLICY_LOSSES
 from finetune.config.reader import read_recipe
 from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.packing import make_filler
 from finetune.rollout.engine import compute_advantages
 from finetune.training.objectives.policy import PolicyObjective
 from tests.training import online_papers
@@ -59,7 +60,7 @@ def make_objective(
 
 def make_micro_batch(lengths: list[int], old: Tensor, advantages: Tensor) -> MicroBatch:
     """Completions one after another, with a position without a label between them."""
-    labels = torch.cat([torch.tensor([-100] + [5] * n) for n in lengths])
+    labels = torch.cat([torch.tensor([-100] + [0] * n) for n in lengths])
     of = torch.cat([torch.tensor([0] + [i] * n) for i, n in enumerate(lengths)])
     padded = torch.zeros(len(labels), dtype=torch.float64)
     padded[labels >= 0] = old
@@ -154,11 +155,13 @@ def test_a_correction_weighs_each_loss_by_the_ratio_of_training_to_sampling(
         for scale in (0.6, 0.7)
     )
     bounds = {"low": 0.8, "high": 1.2} if kind == "geometric_mask" else {"low": 0.5, "high": 1.5}
+    if loss == "cispo":
+        bounds["low"] = 0.0  # without clip_min
     own = [f"importance_sampling_correction={kind}"]
     own += [
         f"importance_sampling_clip_{name}={bounds[key]}"
         for key, name in (("low", "min"), ("high", "max"))
-        if kind != "decoupled"
+        if kind != "decoupled" and bounds[key]
     ]
     objective, recipe = make_objective(loss, "token", "group", "grpo", *own)
     expected = online_papers.advantages(REWARDS, GENERATIONS, loss, "group")
@@ -196,7 +199,7 @@ def test_a_correction_weighs_each_loss_by_the_ratio_of_training_to_sampling(
         gradient, torch.cat([each.grad for each in leaves]), rtol=1e-6, atol=1e-9
     )
     share = measured.metrics["importance_sampling/corrected"]
-    assert 0 < share[0] < share[1] or kind == "decoupled"
+    assert share[0] == 0 if kind == "decoupled" else 0 < share[0] < share[1]
 
 
 @pytest.mark.parametrize("method", ["grpo", "on_policy_distill"])
@@ -250,11 +253,21 @@ def test_the_bounds_bite_in_these_cases() -> None:
     old = torch.zeros(sum(LENGTHS), dtype=torch.float64)
     micro_batch = make_micro_batch(LENGTHS, old, torch.tensor([1.0, -1.0] * 3, dtype=torch.float64))
     positions = torch.full((sum(LENGTHS) + len(LENGTHS),), 0.5, dtype=torch.float64)
-    metrics = objective.measure(
+    measured = objective.measure(
         Given(positions), micro_batch, {}, StepBatch(0, 0.0, (), 9, 26, groups=6)
-    ).metrics
-    clipped, of = metrics["clip_ratio"].tolist()
+    )
+    clipped, of = measured.metrics["clip_ratio"].tolist()
     assert (clipped, of) == (sum(LENGTHS[::2]), sum(LENGTHS))
+    assert measured.maxima["log_ratio/max"] == 0.5
+
+
+# the tokens below that a loss clips, by the sign of their advantage
+CLIPPED = {
+    "cispo": {1.0: [True, False, False, True], -1.0: [True, False, False, True]},  # above 1.5
+    "dppo": {1.0: [False, False, False, True], -1.0: [False, True, False, False]},
+    "rloo": {1.0: [True], -1.0: [False]},  # the product of the ratios is above 1.3
+}
+CLIPPED_BY_PPO = {1.0: [True, False, False, True], -1.0: [False, True, False, False]}
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES)
@@ -268,11 +281,55 @@ def test_tokens_outside_are_those_beyond_the_bounds_of_the_loss(loss: str) -> No
         "cispo": [True, False, False, True],  # above 1.5
     }
     expected = by_loss.get(loss, [True, True, False, True])  # below 0.8 or above 1.3
-    micro_batch = make_micro_batch([4], sampled.log(), torch.ones(1, dtype=torch.float64))
     positions = torch.cat([torch.zeros(1, dtype=torch.float64), trained.log()])
     batch = StepBatch(0, 0.0, (), 9, 4, groups=1)
-    metrics = objective.measure(Given(positions), micro_batch, {}, batch).metrics
-    assert metrics["ratio/outside"].tolist() == [sum(expected), 4]
+    for advantage, clipped in CLIPPED.get(loss, CLIPPED_BY_PPO).items():
+        advantages = torch.full((1,), advantage, dtype=torch.float64)
+        micro_batch = make_micro_batch([4], sampled.log(), advantages)
+        metrics = objective.measure(Given(positions), micro_batch, {}, batch).metrics
+        assert metrics["ratio/outside"].tolist() == [sum(expected), 4]
+        assert metrics["clip_ratio"].tolist() == [sum(clipped), len(clipped)]
+        means = {name: float(total / number) for name, (total, number) in metrics.items()}
+        ratios = trained / sampled  # Kish's effective sample size, as a share of the tokens
+        share = objective.complete(means)["ratio/effective_sample_size"]
+        assert share == pytest.approx(float(ratios.sum() ** 2 / ratios.square().sum() / 4))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["method=grpo", "importance_sampling_correction=token_truncate"],
+        ["method=grpo", "beta=0.3", "use_peft=true"],
+        ["method=on_policy_distill", "teacher_model_name_or_path=a/b"],
+        ["method=ppo", "beta=0.3"],
+    ],
+    ids=lambda keys: keys[0],
+)
+def test_a_filler_has_the_metrics_of_all_ranks_and_no_loss(keys: list[str]) -> None:
+    """In the same order, since the ranks add up their numbers without names."""
+    objective, _ = make_objective("dapo", "token", "group")
+    common = ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "rewards=[exact_answer]"]
+    recipe = read_recipe(None, [*common, *keys])
+    other = None if "ppo" in keys[0] else lambda _model, of: torch.zeros(len(of.trained_positions))
+    objective = replace(objective, recipe=recipe, other_model=other)
+    old = torch.zeros(sum(LENGTHS), dtype=torch.float64)
+    whole = make_micro_batch(LENGTHS, old, torch.ones(len(LENGTHS)))
+    names = ("token_advantages", "values", "returns", "old", "reference")
+    columns = {**(whole.columns or {}), **dict.fromkeys(names, (whole.columns or {})["sampled"])}
+    columns["explained_variance"] = torch.ones(len(LENGTHS))
+    whole = replace(whole, columns=columns)
+    empty = {name: values[:0] for name, values in columns.items()}
+    filler = replace(make_filler(packing=True).with_documents(), columns=empty)
+    batch = StepBatch(0, 0.0, (), 9, 26, groups=6)
+    measured = []
+    for micro_batch in (whole, filler):
+        shape = (2,) if recipe.method_facts.has_critic else ()
+        model = Given(torch.zeros(*shape, len(micro_batch.trained_positions)))
+        measured.append(objective.measure(model, micro_batch, {}, batch))
+    assert [*measured[1].metrics] == [*measured[0].metrics]
+    assert measured[1].maxima.keys() == measured[0].maxima.keys()
+    assert measured[1].loss_sum.item() == 0 and measured[1].loss_sum.requires_grad
+    assert not torch.stack([*measured[1].metrics.values()]).any()
 
 
 def test_as_many_positions_as_completions_are_still_positions() -> None:

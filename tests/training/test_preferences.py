@@ -191,6 +191,15 @@ def _check_metrics(
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=EXACT)
 
 
+def test_pairs_whose_answers_have_the_same_reward_are_not_in_order() -> None:
+    """As all are before the first update, where the model is its own reference."""
+    model, batch = OneLayer(), micro_batch(PAIRS)
+    policy = torch.stack(plain_log_probabilities(model, batch)[0]).detach()
+    objective = PreferenceObjective(Method(method="dpo"), lambda _model, _batch: policy)
+    metrics = objective.measure(model, batch, batch.inputs, step_of(batch)).metrics
+    assert metrics["rewards/accuracies"].tolist() == [0, len(PAIRS)]
+
+
 def test_an_answer_that_is_certain_has_finite_odds() -> None:
     """Where every token's probability rounds to 1, ORPO's odds would be infinite, and its gradient not a number."""
     from finetune.training.objectives.preference import Pairs, orpo_losses
@@ -209,7 +218,7 @@ def test_ratings_are_weighed_against_how_far_the_model_has_moved() -> None:
     model, whole = OneLayer(), micro_batch(PAIRS)
     policy, _ = plain_log_probabilities(model, whole)
     keys = Method(method="kto", beta=0.2, desirable_weight=1.3, undesirable_weight=0.6)
-    is_good = [True, False, False, True]
+    is_good = [True, False, True, True]
     for shift in (
         1.0,
         -1.0,
@@ -237,8 +246,13 @@ def test_ratings_are_weighed_against_how_far_the_model_has_moved() -> None:
         _, means = total.average(4, ALONE)
         shown = objective.complete(means)
         assert shown["kl"] == pytest.approx(max(shift, 0.0), abs=EXACT)
-        assert shown["rewards/chosen"] == pytest.approx(keys.beta * 3.0 * (-3 + 3) / 2, abs=1e-5)
+        # the answers' log-ratios are -9, -3, 3 and 9
+        assert shown["rewards/chosen"] == pytest.approx(keys.beta * (-9 + 3 + 9) / 3, abs=1e-5)
+        assert shown["rewards/rejected"] == pytest.approx(keys.beta * -3, abs=1e-5)
         assert shown["rewards/margins"] == shown["rewards/chosen"] - shown["rewards/rejected"]
+        # of answers that are all good there is no margin
+        _, means = objective.measure(model, parts[1], parts[1].inputs, step).average(2, ALONE)
+        assert objective.complete(means).keys() == {"rewards/chosen", "logps/chosen", "kl"}
 
 
 def test_the_reference_leaves_nothing_gathered() -> None:

@@ -18,6 +18,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+import finetune
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
@@ -481,6 +482,21 @@ def test_measures_of_random_scores_are_those_of_scikit_learn(has_several: bool) 
         plain = measure_plainly(scores, true, has_several, described["temperature"])
         assert {key: described[key] for key in plain} == pytest.approx(plain)
         assert 0.5 < described["temperature"] < 2  # they were drawn by these scores
+
+
+def test_held_out_rows_without_any_class_have_no_f1(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Nothing is predicted of them after training on such rows, and nothing is true."""
+    data = tmp_path / "none.jsonl"
+    rows = [{"text": f"{n} and", "label": []} for n in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"method": "classify", "problem_type": "multi_label_classification"}
+    keys |= {"labels": list(LABELS), "max_steps": 4, "learning_rate": 0.1, "eval_split_size": 3}
+    keys |= {"global_batch_size": 5, "output_dir": str(tmp_path / "run")}
+    finetune.train(write_recipe(tmp_path / "none.yaml", models["several"], data, **keys))
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["eval_accuracy"] == 1 and "eval_f1_macro" not in last
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "jamba", "gpt2"])

@@ -59,9 +59,8 @@ class MaskedDiffusion(Objective):
         # A label is the token at the next position. No row ends with a label, so nothing wraps.
         is_masked_input = has_masked_label.roll(1, 1)
         visible_tokens = micro_batch.token_mask
-        # Attention needs a visible token, and a filler's mask hides all.
-        is_filler = not micro_batch.example_ids
-        if visible_tokens is None or is_filler:
+        if not micro_batch.example_ids:
+            # Attention needs a visible token, and a filler's mask hides all.
             visible_tokens = torch.ones_like(is_masked_input)
         noisy = {
             "input_ids": micro_batch.input_ids.masked_fill(is_masked_input, self.mask_id),

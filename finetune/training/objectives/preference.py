@@ -45,9 +45,7 @@ class Pairs(NamedTuple):
         return Pairs(self.chosen / other.chosen, self.rejected / other.rejected)
 
 
-def dpo_losses(
-    log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: float = 0.0
-) -> Tensor:
+def dpo_losses(log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: float) -> Tensor:
     """Computes the losses of direct preference optimization, [pairs].
 
     The cross entropy of `rpo_alpha` is not among them.
