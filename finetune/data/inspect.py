@@ -177,13 +177,9 @@ def _format_examples(chosen: ChosenExamples, tokenizer: Any, color: bool) -> Ite
     for example_id, texts in zip(chosen.ids, chosen.rewarded, strict=True):
         lines = list(format_example(chosen.examples, tokenizer, example_id, color))
         turns = turns_to_show.pop(_find_place(chosen.examples, example_id), ())
-<<<<<<< HEAD
         if turns and not chosen.examples.ends_document(example_id):
             lines.append("  the turns of the whole row, which max_length cuts:")
-        lines += format_turns(turns, STYLES if color else {})
-=======
         lines += format_turns(turns, color)
->>>>>>> w-sd
         for name, text in texts:
             lines += [f"  {name} would read of a completion like the answer:", printable(text)]
         yield lines
