@@ -535,6 +535,19 @@ def test_an_update_at_a_loss_scale_is_that_without_one(tmp_path: Path) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_a_loss_that_is_not_finite_leaves_the_loss_scale_as_it_is(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"datasets": ROWS, "max_length": 64, "on_nonfinite": "skip"}
+    recipe = finetune.load_recipe(model_name_or_path=make_model(tmp_path / "model"), **keys)
+    with finetune.Session(recipe, "single", saves=False) as session:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        session.world.accelerator.scaler = scaler
+        batch = session.batch(ROWS)
+        session.forward_backward(batch, lambda scores, _: scores.sum() * float("nan"))
+        assert session.optim_step(1e-3).is_skipped
+        session.forward_backward(batch)
+        assert not session.optim_step(1e-3).is_skipped and scaler.get_scale() == 1024.0
+
+
 def test_a_batch_is_computed_before_its_loss_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

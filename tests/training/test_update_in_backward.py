@@ -12,10 +12,13 @@ import torch
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Optimization, Recipe
+from finetune.data.batches import StepBatch
+from finetune.data.packing import make_filler
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.optimizers import build_optimizer
-from finetune.training.step import StepCheck, handle_nonfinite
+from finetune.training.objectives.objective import Measured, Objective
+from finetune.training.step import StepCheck, accumulate_gradients, handle_nonfinite
 from finetune.training.update_in_backward import UpdateInBackward
 from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import run_python
@@ -180,7 +183,7 @@ def test_the_state_for_a_save_is_made_without_the_gradients_of_all(name: str, fo
 
 
 def alone() -> World:
-    accelerator: Any = SimpleNamespace(scaler=None)
+    accelerator: Any = SimpleNamespace(scaler=None, backward=torch.Tensor.backward)
     return World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), accelerator)
 
 
@@ -218,14 +221,21 @@ def test_a_gradient_that_is_not_finite_stops_every_update_after_it(optim: str) -
     assert layers[0].weight.grad is not None, "the hooks are gone"
 
 
+class NotANumber(Objective):
+    """A loss that is not finite, with finite gradients."""
+
+    def measure(self, model: Any, *_: Any) -> Measured:
+        return Measured(model(torch.ones(4)).sum() + float("nan"))
+
+
 def test_a_loss_that_is_not_finite_moves_nothing_and_the_message_is_true() -> None:
     recipe, layer = make_recipe(), torch.nn.Linear(4, 4)
     before = layer.weight.clone()
     optimizer = build_optimizer(layer, recipe.optimization)
     with UpdateInBackward(optimizer, recipe, alone()) as in_backward:
         in_backward.start_step(0)
-        in_backward.check_loss(torch.tensor(float("nan")))
-        layer(torch.ones(4)).sum().backward()  # finite
+        batch = StepBatch(0, 0.0, (make_filler(packing=True),), tokens=1, trained_tokens=1)
+        accumulate_gradients(layer, batch, alone(), NotANumber(), in_backward=in_backward)
     assert torch.equal(layer.weight, before) and layer.weight.grad is None
     check = StepCheck(0, (7,), torch.tensor(float("nan")), in_backward.norm(layer))
     with pytest.raises(
