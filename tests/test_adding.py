@@ -68,7 +68,7 @@ ADDED = {
     "a rule about what works together": {
         "config/recipe_rules.py": (
             "RULES: tuple[Rule, ...] = (\n",
-            '    recipe_rule("seven", "seed", when=lambda c: c["seed"] == 7, message="seed: {seed} is unlucky"),\n',
+            '    make_rule("seven", "seed", when=lambda c: c["seed"] == 7, message="seed: {seed} is unlucky"),\n',
         )
     },
     "what is known of a family of models": {

@@ -4,9 +4,9 @@ Imports no torch.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
 
 from finetune.config import exclusions, layout_rules, method_rules, model_rules, recipe_rules
 from finetune.config.export_formats import EXPORT_FORMATS
@@ -17,14 +17,16 @@ from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reward_names import REWARD_PACKAGES
 from finetune.config.rule import (
     BF16,
+    UNKNOWN,
     Case,
     Condition,
-    Need,
+    NotKnown,
     Problem,
     Rule,
     has_fp8,
     is_quantized,
     is_set,
+    make_rule,
 )
 from finetune.config.schema import Recipe
 from finetune.errors import UserError, install_command
@@ -79,12 +81,11 @@ def find_problems(
         images: The model_type of the whole vision-language model; None: no row with images has
             been read.
     """
-    unknown: Any = None
     case = Case(
         recipe=recipe,
-        layout=layout or unknown,
-        model=facts or unknown,
-        machine=machine or unknown,
+        layout=layout or UNKNOWN,
+        model=facts or UNKNOWN,
+        machine=machine or UNKNOWN,
         ranks=ranks,
         steps=steps,
         images=images,
@@ -101,22 +102,19 @@ def find_recipe_problems(recipe: Recipe, unusable: Collection[str]) -> list[Prob
 
     `unusable`: keys whose values are wrong already; rules that read one of them are skipped.
     """
-    unknown: Any = None
-    case = Case(recipe=recipe, layout=unknown, model=unknown, machine=unknown)
     rules = (
         rule
         for rule in (*recipe_rules.REQUIRED, *RULES)
         if not rule.is_note and not {*unusable}.intersection(rule.keys)
     )
-    return _judge(case, rules)
+    return _judge(Case(recipe=recipe), rules)
 
 
 def _judge(case: Case, rules: Iterable[Rule]) -> list[Problem]:
-    """Applies those of `rules` whose needs (layout, model, machine) are all known in `case`."""
-    known = {need for need in get_args(Need) if getattr(case, need) is not None}
+    """Applies `rules`, but for those that read a part of `case` that is not known."""
     problems: list[Problem] = []
     for rule in rules:
-        if known.issuperset(rule.needs):
+        with suppress(NotKnown):
             problems += rule.check(case)
     return problems
 
@@ -131,11 +129,6 @@ def refuse_problems(problems: Iterable[Problem]) -> list[Problem]:
     if lines:
         raise UserError.of(lines)
     return problems
-
-
-def _machine_rule(name: str, *keys: str, **others: Any) -> Rule:
-    """Makes a rule that reads the layout and the machine."""
-    return Rule(name=name, keys=keys, needs=("layout", "machine"), **others)
 
 
 def _require_package(
@@ -162,7 +155,7 @@ def _require_package(
         of_teacher: Whether the rule is applied to the teacher too.
     """
     describe = feature if callable(feature) else lambda _: feature
-    return _machine_rule(
+    return make_rule(
         name,
         *keys,
         when=lambda c: when(c) and not c.machine.has_package(package),
@@ -224,7 +217,7 @@ def _describe_flash_gpu(case: Case) -> str:
 
 MACHINE: tuple[Rule, ...] = (
     *(
-        _machine_rule(
+        make_rule(
             f"report_to: {name}",
             "report_to",
             when=partial(_lacks_tracker, name, package),
@@ -307,18 +300,9 @@ MACHINE: tuple[Rule, ...] = (
         "remove it",
         install="liger-kernel",
     ),
-    _machine_rule(
-        "Liger on a CPU",
+    make_rule(
+        "Liger's families",
         "use_liger_kernel",
-        when=lambda c: c["use_liger_kernel"] and c.machine.device == "cpu",
-        message="use_liger_kernel: Liger's kernels run on CUDA only, and this is a CPU run",
-        advice="remove it",
-        fix={"use_liger_kernel": False},
-    ),
-    Rule(
-        name="Liger's families",
-        keys=("use_liger_kernel",),
-        needs=("model", "machine"),
         when=lambda c: (
             c["use_liger_kernel"]
             and c.machine.liger_families is not None
@@ -328,7 +312,7 @@ MACHINE: tuple[Rule, ...] = (
         advice="remove it",
         fix={"use_liger_kernel": False},
     ),
-    _machine_rule(
+    make_rule(
         "no compiler",
         "torch_compile",
         when=lambda c: c["torch_compile"] and not c.machine.has_compiler,
@@ -336,14 +320,7 @@ MACHINE: tuple[Rule, ...] = (
         advice="install one (g++), or set torch_compile: false",
         fix={"torch_compile": False},
     ),
-    _machine_rule(
-        "activation_offload on a CPU",
-        "activation_offload",
-        when=lambda c: c["activation_offload"] and c.machine.device == "cpu",
-        message="activation_offload: on a CPU activations are in host memory already",
-        fix={"activation_offload": False},
-    ),
-    _machine_rule(
+    make_rule(
         "CPU offload of FSDP1 on a CPU",
         "offload_params",
         when=lambda c: (
@@ -352,7 +329,7 @@ MACHINE: tuple[Rule, ...] = (
         message="fsdp_offload_params: FSDP1 offloads from a GPU, and this is a CPU run",
         advice="set it to false, or fsdp_version: 2",
     ),
-    _machine_rule(
+    make_rule(
         "flex_attention of padded rows",
         "attn_implementation",
         "packing",
@@ -368,22 +345,14 @@ MACHINE: tuple[Rule, ...] = (
         advice="remove the key",
         fix={"attn_implementation": "auto"},
     ),
-    _machine_rule(
-        "fp16 on a CPU",
-        "mixed_precision",
-        when=lambda c: c.precision == "fp16" and c.machine.device == "cpu",
-        message="mixed_precision: fp16 does not train on a CPU",
-        advice="use bf16 or no",
-        fix=BF16,
-    ),
-    _machine_rule(
+    make_rule(
         "FP8 on an older GPU",
         "mixed_precision",
         when=_lacks_fp8_gpu,
         message=_describe_fp8_gpu,
         fix=BF16,
     ),
-    _machine_rule(
+    make_rule(
         "flash attention on this GPU",
         "attn_implementation",
         when=_lacks_flash_gpu,
@@ -391,14 +360,14 @@ MACHINE: tuple[Rule, ...] = (
         advice="remove the key",
         fix={"attn_implementation": "auto"},
     ),
-    _machine_rule(
+    make_rule(
         "state in files without Linux",
         "optim_offload",
         when=lambda c: c["optim_offload"] == "nvme" and c.machine.system != "linux",
         message="optim_offload: nvme needs Linux",
         advice="remove optim_offload",
     ),
-    _machine_rule(
+    make_rule(
         "tf32 on a CPU",
         "tf32",
         when=lambda c: c["tf32"] and c.machine.device == "cpu",

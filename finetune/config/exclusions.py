@@ -1,9 +1,11 @@
 """The table of features that cannot be combined in one run, with the reasons. Imports no torch."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.config.families import find_family
 from finetune.config.model_rules import is_uneven_vocabulary, trains_experts
 from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.quantization import LOAD_KEYS
@@ -12,7 +14,7 @@ from finetune.config.rule import (
     BF16,
     Case,
     Condition,
-    Need,
+    NotKnown,
     Rule,
     all_of,
     has_ep,
@@ -39,7 +41,6 @@ class Feature:
     is_on: Condition  # whether a case does it
     otherwise: str = ""  # advice: how to do without it
     off: Mapping[str, Any] | None = None  # keys with the values that turn it off; None: unknown
-    needs: tuple[Need, ...] = ()  # the parts of a case that `is_on` reads
     of_teacher: bool = False  # whether the teacher may do it too
 
 
@@ -54,15 +55,11 @@ def _asks(key: str) -> Condition:
 
 
 def _layout_feature(
-    name: str,
-    is_on: Condition,
-    otherwise: str = "",
-    off: Mapping[str, Any] | None = None,
-    needs: tuple[Need, ...] = ("layout",),
+    name: str, is_on: Condition, otherwise: str = "", off: Mapping[str, Any] | None = None
 ) -> Feature:
     """Makes a feature of the layout. `name`: `key` or `key: value` of the Accelerate file."""
     key, _, _ = name.partition(":")
-    return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, off=off, needs=needs)
+    return Feature(name=name, keys=(key,), is_on=is_on, otherwise=otherwise, off=off)
 
 
 def _recipe_feature(
@@ -93,9 +90,16 @@ def _method_feature(is_on: Condition, otherwise: str = "") -> Feature:
 
 def _model_feature(name: str, is_on: Condition, otherwise: str = "") -> Feature:
     """Makes a feature of the model that the recipe names."""
-    return Feature(
-        name=name, keys=("model_name_or_path",), is_on=is_on, otherwise=otherwise, needs=("model",)
-    )
+    return Feature(name=name, keys=("model_name_or_path",), is_on=is_on, otherwise=otherwise)
+
+
+def _freezes_parameters(case: Case) -> bool:
+    """Whether some parameters of the model are not trained."""
+    return case["use_peft"] or bool(case["frozen_modules"] or case["trainable_modules"])
+
+
+def _is_fsdp1_without_shards(case: Case) -> bool:
+    return is_fsdp1(case) and (case.layout.strategy == "NO_SHARD" or case.ranks == 1)
 
 
 def _samples_on_server(case: Case) -> bool:
@@ -111,6 +115,19 @@ KEPT_PRODUCTS = "attention_and_projections"
 FEATURES: Mapping[str, Feature] = {
     # The layout
     "fsdp_version: 1": _layout_feature("fsdp_version: 1", is_fsdp1, "set fsdp_version: 2"),
+    "FSDP1 without shards": Feature(
+        name="FSDP1 with NO_SHARD or one rank",
+        keys=("fsdp_sharding_strategy",),
+        is_on=_is_fsdp1_without_shards,
+        otherwise="use ddp, or for one rank accelerate_config: single, or set fsdp_version: 2",
+    ),
+    "no FSDP2": Feature(
+        name="a layout other than FSDP2",
+        keys=("fsdp_version",),
+        is_on=lambda c: c.layout.layout != "fsdp2",
+        otherwise="use fsdp_full_shard_auto",
+    ),
+    "a CPU": Feature(name="a run on a CPU", keys=(), is_on=lambda c: c.machine.device == "cpu"),
     "distributed_type: MULTI_GPU": _layout_feature(
         "distributed_type: MULTI_GPU",
         lambda c: c.layout.layout == "ddp",
@@ -150,6 +167,8 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "sampled completions": _method_feature(samples),
     "sampling by the model itself": _method_feature(samples_itself, "set vllm_server_base_url"),
+    "compared answers": _method_feature(lambda c: c.method_facts.compares),
+    "rated answers": _method_feature(lambda c: c.method_facts.rows == "ratings"),
     "no text": _method_feature(lambda c: not c.method_facts.writes_text),
     "embeddings": _method_feature(lambda c: c.method_facts.embeds),
     "masked tokens": _method_feature(lambda c: c.method_facts.masks),
@@ -165,8 +184,22 @@ FEATURES: Mapping[str, Feature] = {
     "a vision-language model": _model_feature(
         "the vision-language model {name}", lambda c: c.is_whole, "name a language model"
     ),
+    "rows with images": Feature(
+        name="rows with images",
+        keys=("datasets",),
+        is_on=lambda c: c.images,
+        otherwise="remove these rows",
+    ),
+    "images that are read across": _model_feature(
+        "rows with images, which {images} reads by cross attention,",
+        lambda c: c.images and find_family(c.images).images_are_read_across,
+        "name another model",
+    ),
     "a stored quantization": _model_feature(
         "a quantized base", lambda c: c.model.quantization is not None, "name the unquantized model"
+    ),
+    "a dense model": _model_feature(
+        "the dense model {name} ({model.model_type})", lambda c: not c.model.experts
     ),
     "a mixture of experts": _model_feature("a mixture of experts", lambda c: c.model.experts),
     "recurrent layers": _model_feature(
@@ -178,8 +211,8 @@ FEATURES: Mapping[str, Feature] = {
         "set attention_dropout: 0, and other keys to 0 in a copy of its config.json",
     ),
     "trained experts": _model_feature("trained experts", trains_experts),
-    "an uneven vocabulary": _layout_feature(
-        "an uneven vocabulary", is_uneven_vocabulary, needs=("layout", "model")
+    "an uneven vocabulary": Feature(
+        name="an uneven vocabulary", keys=("tp_size",), is_on=is_uneven_vocabulary
     ),
     "a quantized base": Feature(
         name="{load_key}",
@@ -213,6 +246,12 @@ FEATURES: Mapping[str, Feature] = {
     ),
     "on_nonfinite: skip": _recipe_feature(
         "on_nonfinite", is_set("on_nonfinite", "skip"), "set on_nonfinite: stop", "stop"
+    ),
+    "frozen parameters": Feature(
+        name="frozen parameters (LoRA's base, frozen_modules)", keys=(), is_on=_freezes_parameters
+    ),
+    "overlength: split": _recipe_feature(
+        "overlength", is_set("overlength", "split"), "set overlength: truncate, drop or error"
     ),
     "cut documents": _recipe_feature(
         "overlength",
@@ -278,9 +317,11 @@ OFF_POLICY = (
     "longer 1"
 )
 OF_COMPLETIONS = "completions are all that is trained on"
+COMPARED = "it compares answers to one prompt"
 NO_PREDICTION = "a document is read to its end, and none of its tokens is predicted"
 NO_TEXT = "it trains a model that writes no text"
 NO_NEXT_TOKEN = "it trains a model that fills in masked tokens, and writes none after another"
+LORA_FREEZES = "LoRA freezes the base but for modules_to_save"
 NO_ADAPTERS = "vLLM loads no such adapters"
 BOTH_ENDS = "no rank has both ends of the model"
 TWICE = (
@@ -300,6 +341,15 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "of them can have an adapter of its own",
         "optim_in_backward": "FSDP1 flattens parameters together",
     },
+    "FSDP1 without shards": {"frozen parameters": "", "a vision-language model": ""},
+    "no FSDP2": dict.fromkeys(
+        ("expert_parallel_size", "pipeline_parallel_size", "optim_offload: nvme"), ""
+    ),
+    "a CPU": {
+        "use_liger_kernel": "Liger's kernels run on CUDA only",
+        "activation_offload": "activations are in host memory already",
+        "mixed_precision: fp16": "",
+    },
     "distributed_type: MULTI_GPU": {"optim_in_backward": "DDP keeps every gradient in its buckets"},
     "fsdp_offload_params": {
         "optim_in_backward": "under CPU offload gradients are in host memory already"
@@ -310,6 +360,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
     },
     "mixed_precision: fp8": {
         "a quantized base": "a base in {quantization.bits} bits is multiplied in bf16 only",
+        "a mixture of experts": "torchao does not multiply experts in FP8",
         "use_dora": "DoRA measures the rows of the frozen weights, which are rounded to FP8 here",
         "oft_block_size": "",
         "optim_in_backward": "",
@@ -368,6 +419,12 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "optim_offload: nvme": "",
     },
     # The method
+    "compared answers": {
+        "overlength: split": "the answers would be cut apart",
+        "assistant_only_loss": COMPARED,
+        "turns": COMPARED,
+        "train_on_reasoning": COMPARED,
+    },
     "sampled completions": {
         "neftune_noise_alpha": OFF_POLICY,
         "lora_dropout": OFF_POLICY,
@@ -382,6 +439,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "turns": OF_COMPLETIONS,
         "train_on_reasoning": OF_COMPLETIONS,
         "cut documents": "the question that is asked would be cut",
+        "images that are read across": "they are sampled from a cache that keeps none of it",
         "cp_size": "the ratio of a sequence is not summed over its ranks",
     },
     "sampling by the model itself": {
@@ -468,7 +526,32 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "no text": "it reads text alone",
         "use_liger_kernel": "Liger's kernels were not tried with its class",
     },
+    "a dense model": {"router_aux_loss_coef": "", "routing_replay": "", "expert_parallel_size": ""},
+    "a mixture of experts": {
+        KEPT_PRODUCTS: "experts multiply matrices of the same sizes as attention's"
+    },
+    "rows with images": {
+        "drop_vision": "they need the vision tower",
+        "a teacher": "",
+        "rated answers": "",
+        "vllm_server_base_url": "a server reads images in a conversation of its own making, whose "
+        "ids would not be those that are trained",
+        "tools": "",
+        "environment": "",
+        "torch_compile": "",
+    },
     # The recipe
+    "eval_datasets": {"eval_split_size": "both name the held-out rows"},
+    "streaming": {
+        "eval_split_size": "no rows are held out of a stream; eval_datasets can name some"
+    },
+    "load_in_4bit": {"load_in_8bit": "both say how the base is kept"},
+    "use_peft": {
+        "trainable_modules": LORA_FREEZES,
+        "frozen_modules": LORA_FREEZES,
+        "drop_vision": "adapters are opened on the checkpoint, whose own class has other names for "
+        "their layers",
+    },
     "adapters": {
         "fsdp_version: 1": "FSDP1 flattens the parameters of a base into memory of its own",
         "mixed_precision: fp16": "its loss scaler would continue from the adapter before",
@@ -560,13 +643,12 @@ def _exclude(name: str, other_name: str, why: str) -> Rule:
     feature = find_feature(name)
     other = find_feature(other_name)
     # The problem's place may be the recipe, so the message names the Accelerate file too.
-    is_in_file = other.keys[0] not in recipe_keys() and "layout" in other.needs
+    is_in_file = other.keys and other.keys[0] not in recipe_keys()
     place = " ({layout.source})" if is_in_file else ""
     reason = f": {why}" if why else ""
     return Rule(
         name=f"{name} with {other_name}",
         keys=(*feature.keys, *other.keys),
-        needs=tuple(dict.fromkeys((*feature.needs, *other.needs))),
         of_teacher=feature.of_teacher or other.of_teacher,
         when=all_of(feature.is_on, other.is_on),
         message=f"{feature.name} cannot be combined with {other.name}{place}{reason}",
@@ -583,10 +665,9 @@ def _exclude_optimizers(name: str) -> Rule:
         """Names the optimizers that can be combined with all features of the case."""
         features_on = set()
         for other_name in NOT_FOR_ALL_OPTIMIZERS:
-            other = find_feature(other_name)
-            # Only what this rule needs is sure to be known of the case.
-            if {*other.needs} <= {*feature.needs} and other.is_on(case):
-                features_on.add(other_name)
+            with suppress(NotKnown):
+                if find_feature(other_name).is_on(case):
+                    features_on.add(other_name)
         optimizers = [
             optimizer
             for optimizer, row in OPTIMIZERS.items()
@@ -600,7 +681,6 @@ def _exclude_optimizers(name: str) -> Rule:
     return Rule(
         name=f"optim with {name}",
         keys=("optim", *feature.keys),
-        needs=feature.needs,
         when=conflicts,
         message=lambda case: (
             f"optim: {case['optim']} cannot be combined with {name}: "

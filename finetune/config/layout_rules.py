@@ -4,7 +4,7 @@ from math import prod
 
 from finetune.config.layout import describe_sizes
 from finetune.config.model_rules import set_to_divisor
-from finetune.config.rule import Case, Rule, has_ep, has_pp, is_fsdp1, is_set, layout_rule
+from finetune.config.rule import Case, Rule, has_ep, has_pp, is_set, make_rule
 from finetune.config.yaml_file import COMMAND_LINE, LOAD_RECIPE
 from finetune.constants import ceil_div
 from finetune.units import counted
@@ -16,12 +16,6 @@ DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's key, if that has another na
     "learning_rate": "lr",
     "adam_epsilon": "eps",
 }
-
-
-def _freezes_parameters(case: Case) -> bool:
-    """Whether some parameters of the model are not trained."""
-    model = case.recipe.model
-    return case["use_peft"] or bool(model.frozen_modules or model.trainable_modules)
 
 
 def _count_mesh_ranks(case: Case) -> int:
@@ -97,7 +91,7 @@ def _require_checkpointing(key: str, reason: str, *, is_note: bool = False) -> R
 
     `reason`: what the key does with checkpointed layers, for the message.
     """
-    return layout_rule(
+    return make_rule(
         f"{key} without checkpointing",
         key,
         "fsdp_activation_checkpointing",
@@ -128,14 +122,14 @@ NO_PIPELINE = {"pipeline_parallel_size": 1}
 
 # Rules on whether the layout is possible at all; they are reported before all others.
 POSSIBLE: tuple[Rule, ...] = (
-    layout_rule(
+    make_rule(
         "one process",
         "distributed_type",
         when=lambda c: c.layout.layout == "single" and c.ranks > 1,
         message="this layout is for one process, but {ranks} were launched",
         advice="launch one, or use ddp or an fsdp config",
     ),
-    layout_rule(
+    make_rule(
         "hybrid sharding of one rank",
         "sharding_strategy",
         "dp_replicate_size",
@@ -143,7 +137,7 @@ POSSIBLE: tuple[Rule, ...] = (
         message="hybrid sharding needs at least 2 ranks, but 1 was launched",
         advice="use fsdp_full_shard_auto",
     ),
-    layout_rule(
+    make_rule(
         "sizes of the mesh",
         "parallelism_config",
         when=lambda c: c.layout.mesh_sizes is not None and _count_mesh_ranks(c) != c.ranks,
@@ -154,7 +148,7 @@ POSSIBLE: tuple[Rule, ...] = (
         ),
         advice=lambda c: f"set the sizes so that their product is {c.ranks}",
     ),
-    layout_rule(
+    make_rule(
         "machines without a rank",
         "num_machines",
         when=lambda c: c.ranks < c.layout.num_machines,
@@ -164,47 +158,18 @@ POSSIBLE: tuple[Rule, ...] = (
         ),
         advice="set num_machines: 1, or ask for more processes",
     ),
-    layout_rule(
+    make_rule(
         "numbers of a DeepSpeed file",
         "deepspeed_config",
         when=_describe_unequal_numbers,  # any message is a problem
         message=_describe_unequal_numbers,
-    ),
-    layout_rule(
-        "frozen parameters without shards",
-        "fsdp_sharding_strategy",
-        when=lambda c: (
-            is_fsdp1(c)
-            and (c.layout.strategy == "NO_SHARD" or c.ranks == 1)
-            and _freezes_parameters(c)
-        ),
-        message=(
-            "FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters (LoRA's "
-            "base, frozen_modules)"
-        ),
-        advice=lambda c: (
-            f"use {'ddp' if c.ranks > 1 else 'accelerate_config: single'}, which is the same "
-            "layout, or set fsdp_version: 2"
-        ),
     ),
 )
 
 
 RULES: tuple[Rule, ...] = (
     # Expert parallelism
-    layout_rule(
-        "expert parallelism without FSDP2",
-        "expert_parallel_size",
-        "fsdp_version",
-        when=lambda c: has_ep(c) and c.layout.layout != "fsdp2",
-        message=(
-            "expert_parallel_size: {layout.expert_parallel_size} requires FSDP2, and "
-            "{layout.source} is another layout"
-        ),
-        advice="use fsdp_full_shard_auto, or set expert_parallel_size: 1",
-        fix={"expert_parallel_size": 1},
-    ),
-    layout_rule(
+    make_rule(
         "ranks of expert parallelism",
         "expert_parallel_size",
         when=lambda c: (
@@ -217,19 +182,7 @@ RULES: tuple[Rule, ...] = (
         fix={"expert_parallel_size": 1},
     ),
     # Pipeline parallelism
-    layout_rule(
-        "pipeline parallelism without FSDP2",
-        "pipeline_parallel_size",
-        "fsdp_version",
-        when=lambda c: has_pp(c) and c.layout.layout != "fsdp2",
-        message=(
-            "pipeline_parallel_size: {layout.pipeline_parallel_size} requires FSDP2, and "
-            "{layout.source} is another layout"
-        ),
-        advice="use fsdp_full_shard_auto, or set pipeline_parallel_size: 1",
-        fix=NO_PIPELINE,
-    ),
-    layout_rule(
+    make_rule(
         "ranks of a pipeline",
         "pipeline_parallel_size",
         when=lambda c: has_pp(c) and c.ranks % c.layout.smallest_world,
@@ -241,7 +194,7 @@ RULES: tuple[Rule, ...] = (
         advice="choose another size or number of ranks",
         fix=NO_PIPELINE,
     ),
-    layout_rule(
+    make_rule(
         "schedule without a pipeline",
         "pipeline_schedule",
         when=lambda c: is_set("pipeline_schedule")(c) and not has_pp(c),
@@ -249,7 +202,7 @@ RULES: tuple[Rule, ...] = (
         message="pipeline_schedule has no effect: pipeline_parallel_size is 1",
         advice="remove it",
     ),
-    layout_rule(
+    make_rule(
         "streaming to a pipeline's reference",
         "streaming",
         "pipeline_parallel_size",
@@ -270,7 +223,7 @@ RULES: tuple[Rule, ...] = (
         "activation_checkpointing_every", "it says which layers are checkpointed", is_note=True
     ),
     # The rows of a step
-    layout_rule(
+    make_rule(
         "two numbers of micro-batches",
         "gradient_accumulation_steps",
         "global_batch_size",
@@ -289,7 +242,7 @@ RULES: tuple[Rule, ...] = (
         fix={"gradient_accumulation_steps": None},
     ),
     # The update in the backward
-    layout_rule(
+    make_rule(
         "micro-batches with optim_in_backward",
         "optim_in_backward",
         "global_batch_size",
@@ -301,16 +254,5 @@ RULES: tuple[Rule, ...] = (
             "but a gradient that is freed in the backward cannot wait for the next micro-batch"
         ),
         advice=_advise_one_micro_batch,
-    ),
-    layout_rule(
-        "state in files without FSDP2",
-        "optim_offload",
-        "fsdp_version",
-        when=lambda c: c["optim_offload"] == "nvme" and c.layout.layout != "fsdp2",
-        message=(
-            "optim_offload: nvme requires FSDP2, for one rank too, and {layout.source} is another "
-            "layout"
-        ),
-        advice="use fsdp_full_shard_auto, or remove optim_offload",
     ),
 )

@@ -15,10 +15,8 @@ from finetune.config.methods import (
     MOST_LABELS,
     MULTI_LABEL,
     NO_CORRECTION,
-    PAIRED,
     POINTWISE,
     POLICY_LOSSES,
-    RATED,
     ROWS,
     Method,
     RolloutKeys,
@@ -31,9 +29,8 @@ from finetune.config.rule import (
     Rule,
     all_of,
     is_set,
-    model_rule,
+    make_rule,
     no_effect,
-    recipe_rule,
     samples,
     samples_itself,
 )
@@ -42,7 +39,7 @@ from finetune.config.rule import (
 def _refuse_under_other_methods(key: str) -> Rule:
     """Makes the rule that only the methods that read `key` may set it."""
     methods = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
-    return recipe_rule(
+    return make_rule(
         f"{key} with another method",
         key,
         "method",
@@ -66,7 +63,7 @@ def _refuse_column_under_other_methods(list_key: str, key: str) -> Rule:
         is_set_in_any = any(getattr(source, key) for source in case[list_key])
         return is_set_in_any and case.method_facts.rows not in COLUMN_KEYS[key]
 
-    return recipe_rule(
+    return make_rule(
         f"{key} of {list_key} with another method",
         list_key,
         "method",
@@ -85,7 +82,7 @@ def _require_layers(key: str) -> Rule:
         layers = choose_layers(case[key], count)  # ascending
         return bool(case[key]) and (not layers or layers[-1] >= count)
 
-    return model_rule(
+    return make_rule(
         f"{key} that the model lacks",
         key,
         "method",
@@ -194,7 +191,7 @@ def _require_distinct_names(key: str) -> Rule:
         names = [name_of_reward(entry) for entry in case[key] or ()]
         return next((name for name in names if names.count(name) > 1), None)
 
-    return recipe_rule(
+    return make_rule(
         f"two {key} of one name",
         key,
         when=find_shared_name,
@@ -252,7 +249,7 @@ def _differs_from_teacher(case: Case) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
-    recipe_rule(
+    make_rule(
         "no teacher",
         "teacher_model_name_or_path",
         "method",
@@ -260,7 +257,7 @@ RULES: tuple[Rule, ...] = (
         message="method: {method} learns from a teacher",
         advice="set teacher_model_name_or_path",
     ),
-    recipe_rule(
+    make_rule(
         "a teacher that is the student",
         "teacher_model_name_or_path",
         "model_name_or_path",
@@ -279,7 +276,7 @@ RULES: tuple[Rule, ...] = (
         for entry in ("datasets", "eval_datasets")
         for key in COLUMN_KEYS
     ),
-    recipe_rule(
+    make_rule(
         "label_smoothing with another loss",
         "label_smoothing",
         "loss_type",
@@ -288,7 +285,7 @@ RULES: tuple[Rule, ...] = (
         message="label_smoothing has no effect with loss_type: {loss_type}",
         advice="remove it",
     ),
-    recipe_rule(
+    make_rule(
         "label_smoothing of half the pairs",
         "label_smoothing",
         "method",
@@ -300,7 +297,7 @@ RULES: tuple[Rule, ...] = (
         advice="a number below 0.5 is expected",
     ),
     *(
-        recipe_rule(
+        make_rule(
             f"{key} without labels",
             key,
             "distill_alpha",
@@ -320,7 +317,7 @@ RULES: tuple[Rule, ...] = (
         no_effect(key, "without layer_dropout", lambda c: not c["layer_dropout"], "layer_dropout")
         for key in DROPOUT_KEYS
     ),
-    recipe_rule(
+    make_rule(
         "early exits nowhere",
         "exit_layers",
         "layer_dropout",
@@ -330,7 +327,7 @@ RULES: tuple[Rule, ...] = (
         advice="name layers, or set method: sft",
     ),
     *(_require_layers(key) for key in ("exit_layers", "layer_dropout_layers")),
-    recipe_rule(
+    make_rule(
         "streaming with a reference",
         "streaming",
         "method",
@@ -349,39 +346,17 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"streaming": False},
     ),
-    recipe_rule(
-        "split answers that are compared",
-        "overlength",
-        "method",
-        when=lambda c: c.method_facts.compares and c["overlength"] == "split",
-        message=(
-            "overlength: split would cut up the answers that method: {method} compares; set "
-            "truncate, drop or error"
-        ),
-    ),
-    recipe_rule(
-        "assistant_only_loss of pairs",
-        "assistant_only_loss",
-        "method",
-        when=lambda c: c.method_facts.compares and not c["assistant_only_loss"],
-        message=(
-            "assistant_only_loss: false has no effect with method: {method}, which compares "
-            "answers to one prompt"
-        ),
-        advice="remove it",
-    ),
     *(
         no_effect(
             key,
-            f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with "
-            "assistant_only_loss: false: a row is whole",
-            lambda c: c.method_facts.compares or not c["assistant_only_loss"],
-            "method",
+            "with assistant_only_loss: false, which trains on whole rows",
+            lambda c: not c["assistant_only_loss"],
+            "assistant_only_loss",
         )
         for key in ("turns", "train_on_reasoning")
     ),
     # Classes and queries
-    recipe_rule(
+    make_rule(
         "no classes",
         "labels",
         "method",
@@ -395,7 +370,7 @@ RULES: tuple[Rule, ...] = (
     *map(
         _refuse_with_other_rows, dict.fromkeys(key for facts in ROWS.values() for key in facts.keys)
     ),
-    recipe_rule(
+    make_rule(
         "steps that nothing ends",
         "step_separator",
         "method",
@@ -403,7 +378,7 @@ RULES: tuple[Rule, ...] = (
         message="step_separator: empty text has no token at which a step could be scored",
         advice="name one, or remove it",
     ),
-    recipe_rule(
+    make_rule(
         "a weight for each class",
         "class_weights",
         "labels",
@@ -413,7 +388,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="give each label one",
     ),
-    recipe_rule(
+    make_rule(
         "weights of classes that weigh nothing",
         "class_weights",
         when=lambda c: (
@@ -422,7 +397,7 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: f"class_weights: {list(c['class_weights'])}",
         advice="give numbers from 0 on, not all of them 0",
     ),
-    recipe_rule(
+    make_rule(
         "more labels than a row can have",
         "labels",
         "problem_type",
@@ -433,7 +408,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name fewer",
     ),
-    recipe_rule(
+    make_rule(
         "a document that is compared with none",
         "num_negatives",
         "loss_type",
@@ -448,7 +423,7 @@ RULES: tuple[Rule, ...] = (
         advice=f"set num_negatives, or loss_type: {POINTWISE}",
     ),
     # Sampled completions
-    recipe_rule(
+    make_rule(
         "no rewards",
         "rewards",
         "method",
@@ -461,7 +436,7 @@ RULES: tuple[Rule, ...] = (
             "reward model"
         ),
     ),
-    recipe_rule(
+    make_rule(
         "held-out prompts without rewards",
         "rewards",
         "eval_datasets",
@@ -477,7 +452,7 @@ RULES: tuple[Rule, ...] = (
             "completions are compared"
         ),
     ),
-    recipe_rule(
+    make_rule(
         "nothing to compare",
         "num_generations",
         "method",
@@ -491,7 +466,7 @@ RULES: tuple[Rule, ...] = (
         message="num_generations: 1: {method} compares the completions of a prompt with each other",
         advice="set 2 or more; 8 is usual",
     ),
-    recipe_rule(
+    make_rule(
         "a reference without files",
         "beta",
         "model_config",
@@ -507,7 +482,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set beta: 0",
     ),
-    recipe_rule(
+    make_rule(
         "a reference with an adapter",
         "adapter_name_or_path",
         "beta",
@@ -521,7 +496,7 @@ RULES: tuple[Rule, ...] = (
             "FOLDER in model_name_or_path and train a new adapter; or set beta: 0"
         ),
     ),
-    recipe_rule(
+    make_rule(
         "beta of sums",
         "beta",
         "loss_type",
@@ -544,7 +519,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c["environment"],
         "environment",
     ),
-    recipe_rule(
+    make_rule(
         "a weight for each reward",
         "reward_weights",
         "rewards",
@@ -558,7 +533,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="give one for each",
     ),
-    recipe_rule(
+    make_rule(
         "loss_type of another method",
         "loss_type",
         "method",
@@ -568,7 +543,7 @@ RULES: tuple[Rule, ...] = (
         message="loss_type: {loss_type} is not for method: {method}",
         advice=lambda c: f"set one of {', '.join(c.method_facts.losses)}",
     ),
-    recipe_rule(
+    make_rule(
         "beta of nothing",
         "beta",
         "method",
@@ -576,7 +551,7 @@ RULES: tuple[Rule, ...] = (
         message="beta: 0: method: {method} would learn nothing",
         advice="set a number above 0",
     ),
-    recipe_rule(
+    make_rule(
         "no room for a prompt",
         "max_completion_length",
         "max_length",
@@ -587,7 +562,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="raise max_length, or lower max_completion_length",
     ),
-    recipe_rule(
+    make_rule(
         "the largest ratio",
         "epsilon_high",
         "loss_type",
@@ -604,7 +579,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: samples(c) and _has_bound(c, "weight"),
         "loss_type",
     ),
-    recipe_rule(
+    make_rule(
         "scale_rewards without groups",
         "scale_rewards",
         "loss_type",
@@ -615,7 +590,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove it",
     ),
-    recipe_rule(
+    make_rule(
         "a correction of tokens in sums",
         "importance_sampling_correction",
         "loss_type",
@@ -628,7 +603,7 @@ RULES: tuple[Rule, ...] = (
             "set " + SEQUENCE_CORRECTIONS.get(c["importance_sampling_correction"], "none")
         ),
     ),
-    recipe_rule(
+    make_rule(
         "bounds of a correction",
         "importance_sampling_clip_min",
         "importance_sampling_clip_max",
@@ -641,7 +616,7 @@ RULES: tuple[Rule, ...] = (
         "importance_sampling_clip_max: {importance_sampling_clip_max}",
         advice="lower it",
     ),
-    recipe_rule(
+    make_rule(
         "bounds of no correction",
         "importance_sampling_clip_max",
         "importance_sampling_correction",
@@ -659,7 +634,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set importance_sampling_correction: token_truncate, or remove them",
     ),
-    recipe_rule(
+    make_rule(
         "a punishment without its tokens",
         "soft_punish_cache",
         "rewards",
@@ -675,7 +650,7 @@ RULES: tuple[Rule, ...] = (
         "max_completion_length, over which it falls from 0 to -1",
         advice="set both, such as soft_punish_cache: 64, or none of them",
     ),
-    recipe_rule(
+    make_rule(
         "dynamic sampling without groups",
         "max_num_gen_batches",
         "loss_type",
@@ -691,7 +666,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set 1",
     ),
-    recipe_rule(
+    make_rule(
         "importance_sampling_level of sums",
         "importance_sampling_level",
         "loss_type",
@@ -706,7 +681,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove it",
     ),
-    recipe_rule(
+    make_rule(
         "a scale beside Dr. GRPO",
         "scale_rewards",
         "loss_type",
@@ -723,7 +698,7 @@ RULES: tuple[Rule, ...] = (
         is_note=True,
     ),
     *map(_require_distinct_names, ("rewards", "tools")),
-    model_rule(
+    make_rule(
         "models that are sampled otherwise",
         "method",
         "model_name_or_path",
@@ -735,7 +710,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set vllm_server_base_url",
     ),
-    recipe_rule(
+    make_rule(
         "a server's address",
         "vllm_server_base_url",
         when=_list_wrong_addresses,

@@ -30,11 +30,7 @@ from finetune.config.rule import (
     has_pp,
     has_sp,
     has_tp,
-    is_fsdp1,
-    model_layout_rule,
-    model_rule,
-    recipe_rule,
-    samples,
+    make_rule,
 )
 from finetune.config.schema import Quantization
 from finetune.constants import ALL_LINEAR, HEADS, LARGEST_FLASH_HEAD, ceil_div
@@ -389,7 +385,7 @@ DISTRIBUTIONS = {
     "mamba_ssm": "mamba-ssm",
 }
 RULES: tuple[Rule, ...] = (
-    model_rule(
+    make_rule(
         "more tokens than rows",
         "tokenizer_name_or_path",
         "model_name_or_path",
@@ -406,7 +402,7 @@ RULES: tuple[Rule, ...] = (
         of_teacher=True,
     ),
     # Stored quantization
-    model_rule(
+    make_rule(
         "stored quantization in full",
         "use_peft",
         "model_name_or_path",
@@ -418,7 +414,7 @@ RULES: tuple[Rule, ...] = (
         advice="set use_peft: true, or name the unquantized model",
         fix={"use_peft": True},
     ),
-    model_rule(
+    make_rule(
         "a base that is dequantized",
         "model_name_or_path",
         when=lambda c: c.model.published is not None,
@@ -426,13 +422,13 @@ RULES: tuple[Rule, ...] = (
         is_note=True,
         of_teacher=True,
     ),
-    model_rule(
+    make_rule(
         "another quantization than the stored one",
         *keys_of(Quantization),
         when=lambda c: c.model.quantization is not None and any(_find_other_quantization(c)),
         message=_describe_other_quantization,
     ),
-    model_rule(
+    make_rule(
         "quantized experts",
         *LOAD_KEYS,
         "model_name_or_path",
@@ -449,7 +445,7 @@ RULES: tuple[Rule, ...] = (
         advice="remove it, and name the unquantized model",
         of_teacher=True,
     ),
-    model_layout_rule(
+    make_rule(
         "quantized experts over ranks",
         "expert_parallel_size",
         "load_in_4bit",
@@ -470,7 +466,7 @@ RULES: tuple[Rule, ...] = (
         advice="set it to 1, and FSDP shards the experts",
         fix={"expert_parallel_size": 1},
     ),
-    model_rule(
+    make_rule(
         "layers that cannot be adapted",
         "lora_target_modules",
         "use_peft",
@@ -481,7 +477,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name other linear layers",
     ),
-    model_rule(
+    make_rule(
         "layers that all-linear leaves out",
         "lora_target_modules",
         "use_peft",
@@ -492,7 +488,7 @@ RULES: tuple[Rule, ...] = (
         ),
         is_note=True,
     ),
-    model_rule(
+    make_rule(
         "names of published files",
         "lora_target_modules",
         "trainable_modules",
@@ -501,14 +497,14 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: list(c.recipe.renamed),
         is_note=True,
     ),
-    model_rule(
+    make_rule(
         "layers that the family does not have",
         "lora_target_modules",
         "use_peft",
         when=_find_unknown_targets,
         message=_describe_unknown_targets,
     ),
-    model_rule(
+    make_rule(
         "tokens beyond a table of positions",
         "max_length",
         when=lambda c: (
@@ -523,14 +519,14 @@ RULES: tuple[Rule, ...] = (
         advice=lambda c: f"set max_length: {c.model.positions}",
         of_teacher=True,
     ),
-    model_rule(
+    make_rule(
         "axial positions",
         "model_name_or_path",
         when=lambda c: c.model.family.has_axial_positions,
         message="{name}: its axial positions take rows of one length alone",
         advice="name another model",
     ),
-    model_rule(
+    make_rule(
         "packed rows beyond a table of positions",
         "packing",
         "max_length",
@@ -548,14 +544,14 @@ RULES: tuple[Rule, ...] = (
         fix={"packing": False},
     ),
     # Vision-language models
-    model_rule(
+    make_rule(
         "no tower to drop",
         "drop_vision",
         when=lambda c: c["drop_vision"] and not c.model.vision,
         message="drop_vision: {name} is no vision-language model",
         fix={"drop_vision": False},
     ),
-    model_rule(
+    make_rule(
         "no text class",
         "drop_vision",
         when=lambda c: (
@@ -567,32 +563,8 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"drop_vision": False},
     ),
-    model_layout_rule(
-        "frozen tower without shards",
-        "fsdp_sharding_strategy",
-        when=lambda c: (
-            c.is_whole and is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1)
-        ),
-        message=(
-            "{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of a "
-            "vision-language model"
-        ),
-        advice="use FSDP2, or DDP",
-    ),
     # Mixtures
-    model_rule(
-        "projections of a mixture kept",
-        "activation_checkpointing_keeps",
-        when=lambda c: (
-            c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts
-        ),
-        message=(
-            "activation_checkpointing_keeps: attention_and_projections: the experts of {name} "
-            "multiply matrices of the same sizes as attention's"
-        ),
-        fix={"activation_checkpointing_keeps": "attention"},
-    ),
-    model_rule(
+    make_rule(
         "embeddings cut beyond their length",
         "matryoshka_dims",
         when=lambda c: max(c["matryoshka_dims"], default=0) > c.model.hidden,
@@ -602,23 +574,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name smaller lengths",
     ),
-    model_rule(
-        "auxiliary loss of a dense model",
-        "router_aux_loss_coef",
-        when=lambda c: c["router_aux_loss_coef"] and not c.model.experts,
-        message="router_aux_loss_coef: {name} is a dense model ({model.model_type})",
-        advice="remove it",
-        fix={"router_aux_loss_coef": None},
-    ),
-    model_rule(
-        "replayed routing of a dense model",
-        "routing_replay",
-        when=lambda c: samples(c) and c["routing_replay"] and not c.model.experts,
-        message="routing_replay: {name} is a dense model ({model.model_type})",
-        advice="remove it",
-        fix={"routing_replay": False},
-    ),
-    model_rule(
+    make_rule(
         "no auxiliary loss in the family",
         "router_aux_loss_coef",
         when=lambda c: (
@@ -631,7 +587,7 @@ RULES: tuple[Rule, ...] = (
         advice="remove it",
         fix={"router_aux_loss_coef": None},
     ),
-    model_layout_rule(
+    make_rule(
         "family of a pipeline",
         "pipeline_parallel_size",
         when=lambda c: has_pp(c) and (not c.model.family.has_pipeline or c.model.vision),
@@ -643,7 +599,7 @@ RULES: tuple[Rule, ...] = (
         advice="remove it",
         fix={"pipeline_parallel_size": 1},
     ),
-    model_layout_rule(
+    make_rule(
         "layers of a pipeline",
         "pipeline_parallel_size",
         "pipeline_schedule",
@@ -655,18 +611,7 @@ RULES: tuple[Rule, ...] = (
         advice="choose a smaller size",
         fix={"pipeline_parallel_size": 1, "pipeline_schedule": "1f1b"},
     ),
-    model_layout_rule(
-        "expert parallelism of a dense model",
-        "expert_parallel_size",
-        when=lambda c: has_ep(c) and not c.model.experts,
-        message=(
-            "expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model "
-            "({model.model_type})"
-        ),
-        advice="remove it",
-        fix={"expert_parallel_size": 1},
-    ),
-    model_layout_rule(
+    make_rule(
         "family of expert parallelism",
         "expert_parallel_size",
         when=lambda c: has_ep(c) and c.model.experts and not c.model.family.has_expert_parallelism,
@@ -678,7 +623,7 @@ RULES: tuple[Rule, ...] = (
         advice="remove it",
         fix={"expert_parallel_size": 1},
     ),
-    model_layout_rule(
+    make_rule(
         "experts over ranks",
         "expert_parallel_size",
         when=lambda c: c.model.experts % c.layout.expert_parallel_size,
@@ -692,7 +637,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"expert_parallel_size": 1},
     ),
-    model_layout_rule(
+    make_rule(
         "experts over shards",
         "expert_parallel_size",
         when=lambda c: has_ep(c) and c.model.experts and _has_unsharded_experts(c),
@@ -705,7 +650,7 @@ RULES: tuple[Rule, ...] = (
         fix={"expert_parallel_size": 1},
     ),
     # Tensor parallelism
-    model_layout_rule(
+    make_rule(
         "family of tensor parallelism",
         "tp_size",
         when=lambda c: has_tp(c) and not c.model.family.tensor_parallel,
@@ -715,7 +660,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"tp_size": 1},
     ),
-    model_layout_rule(
+    make_rule(
         "sizes under tensor parallelism",
         "tp_size",
         when=lambda c: has_tp(c) and c.model.family.tensor_parallel and _find_sizes_if_uneven(c),
@@ -723,7 +668,7 @@ RULES: tuple[Rule, ...] = (
         advice=_advise_tp_size,
         fix={"tp_size": 1},
     ),
-    model_layout_rule(
+    make_rule(
         "rows of the vocabulary under tensor parallelism",
         "tp_size",
         when=lambda c: (
@@ -739,7 +684,7 @@ RULES: tuple[Rule, ...] = (
         advice="set a smaller tp_size",
         fix={"tp_size": 1},
     ),
-    model_layout_rule(
+    make_rule(
         "classes that are wrapped",
         "fsdp_transformer_layer_cls_to_wrap",
         when=_find_unknown_wraps,
@@ -747,17 +692,7 @@ RULES: tuple[Rule, ...] = (
         advice="name that class, or remove the key, and the class is found",
     ),
     # FP8
-    model_layout_rule(
-        "FP8 of a mixture",
-        "mixed_precision",
-        when=lambda c: has_fp8(c) and c.model.experts,
-        message=(
-            "mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply "
-            "in FP8"
-        ),
-        fix=BF16,
-    ),
-    model_layout_rule(
+    make_rule(
         "FP8 without a layer",
         "mixed_precision",
         when=lambda c: has_fp8(c) and not c.model.experts and not _has_fp8_layer(c),
@@ -767,7 +702,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fix=BF16,
     ),
-    model_layout_rule(
+    make_rule(
         "FP8 of narrow layers",
         "mixed_precision",
         when=lambda c: has_fp8(c) and _has_fp8_layer(c) and c.model.hidden < SMALLEST_FP8_HIDDEN,
@@ -780,7 +715,7 @@ RULES: tuple[Rule, ...] = (
         is_note=True,
     ),
     # Layers across tokens: which keep documents apart, which ranks can share
-    model_layout_rule(
+    make_rule(
         "heads under sequence parallelism",
         "cp_size",
         "sp_size",
@@ -792,7 +727,7 @@ RULES: tuple[Rule, ...] = (
         fix={"cp_size": 1},
         of_teacher=True,
     ),
-    model_layout_rule(
+    make_rule(
         "layers under sequence parallelism",
         "cp_size",
         "sp_size",
@@ -804,7 +739,7 @@ RULES: tuple[Rule, ...] = (
         fix={"cp_size": 1},
         of_teacher=True,
     ),
-    model_rule(
+    make_rule(
         "layers with a state",
         "packing",
         "model_name_or_path",
@@ -817,7 +752,7 @@ RULES: tuple[Rule, ...] = (
         fix={"packing": False},
         of_teacher=True,
     ),
-    model_rule(
+    make_rule(
         "attention of its own",
         "attn_implementation",
         "packing",
@@ -831,7 +766,7 @@ RULES: tuple[Rule, ...] = (
         fix={"packing": False, "attn_implementation": "auto"},
         of_teacher=True,
     ),
-    model_rule(
+    make_rule(
         "attention over a mask",
         "attn_implementation",
         "model_name_or_path",
@@ -843,7 +778,7 @@ RULES: tuple[Rule, ...] = (
         is_note=True,
         of_teacher=True,
     ),
-    model_rule(
+    make_rule(
         "masked tokens in a window",
         "method",
         "max_length",
@@ -856,7 +791,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=lambda c: f"set max_length to {c.model.window} or less, or name another model",
     ),
-    model_rule(
+    make_rule(
         "masked tokens under a mask",
         "method",
         "model_name_or_path",
@@ -867,17 +802,16 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="name another model",
     ),
-    Rule(
-        name="kernels of layers with a state",
-        keys=("model_name_or_path",),
-        needs=("model", "machine"),
+    make_rule(
+        "kernels of layers with a state",
+        "model_name_or_path",
         when=_lacks_kernels,
         message=_describe_kernels,
         is_note=True,
         of_teacher=True,
     ),
     # Rows with images, which are known once the data has been read.
-    recipe_rule(
+    make_rule(
         "images of the family",
         "model_name_or_path",
         "model_config",
@@ -888,14 +822,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove these rows",
     ),
-    recipe_rule(
-        "images without the tower",
-        "drop_vision",
-        when=lambda c: c.images and c["drop_vision"],
-        message="drop_vision: rows hold images, which need the vision tower",
-        fix={"drop_vision": False},
-    ),
-    recipe_rule(
+    make_rule(
         "images in packed rows",
         "attn_implementation",
         "packing",
@@ -906,52 +833,7 @@ RULES: tuple[Rule, ...] = (
         ),
         fix={"packing": False},
     ),
-    recipe_rule(
-        "images of a method",
-        "method",
-        when=lambda c: (
-            c.images and (c.method_facts.rows == "ratings" or c.method_facts.needs_teacher)
-        ),
-        message="method: {method}: rows hold images, which it does not support",
-        advice="use method: sft, or one that learns from pairs",
-    ),
-    recipe_rule(
-        "images that a server would read",
-        "vllm_server_base_url",
-        when=lambda c: c.images and samples(c) and c["vllm_server_base_url"],
-        message=(
-            "vllm_server_base_url: rows hold images, and a server reads images in a conversation "
-            "of its own making, whose ids would not be those that are trained"
-        ),
-        fix={"vllm_server_base_url": None},
-    ),
-    recipe_rule(
-        "images beside tools",
-        "tools",
-        "environment",
-        when=lambda c: c.images and samples(c) and (c["tools"] or c["environment"]),
-        message="tools, environment: rows hold images, beside which no tools were tried",
-        advice="remove the key, or these rows",
-    ),
-    recipe_rule(
-        "images that are sampled across",
-        "model_name_or_path",
-        "model_config",
-        when=lambda c: c.images and samples(c) and FAMILIES[c.images].images_are_read_across,
-        message=(
-            "{name}: rows hold images, which {images} reads by cross attention; completions are "
-            "sampled from a cache that keeps none of it"
-        ),
-        advice="name another model",
-    ),
-    recipe_rule(
-        "images in compiled layers",
-        "torch_compile",
-        when=lambda c: c.images and c["torch_compile"],
-        message="torch_compile: rows hold images, with which it was not tried",
-        fix={"torch_compile": False},
-    ),
-    recipe_rule(
+    make_rule(
         "images beyond the plan",
         "datasets",
         when=lambda c: c.images,

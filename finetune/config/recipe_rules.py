@@ -15,7 +15,7 @@ from finetune.config.export_formats import COMPRESSED, EXPORT_FORMATS, ExportFor
 from finetune.config.keys import keys_of
 from finetune.config.optimization import OPTIMIZERS
 from finetune.config.quantization import EXPORTED, SCHEMES, TRAINED
-from finetune.config.rule import Case, Rule, all_of, is_set, model_rule, no_effect, recipe_rule
+from finetune.config.rule import Case, Rule, all_of, is_set, make_rule, no_effect
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, QuantizationAware
 
@@ -36,7 +36,7 @@ def _exclude_function(entry: str, key: str) -> Rule:
         default = keys_of(DatasetSource)[key].default
         return any(source.function and getattr(source, key) != default for source in case[entry])
 
-    return recipe_rule(
+    return make_rule(
         f"function beside {key} of {entry}",
         entry,
         when=has_both,
@@ -92,7 +92,7 @@ def _require_steps_strategy(strategy: str, steps: str) -> Rule:
 
     `strategy` and `steps` are the two keys, such as save_strategy and save_steps.
     """
-    return recipe_rule(
+    return make_rule(
         f"{steps} with another {strategy}",
         steps,
         strategy,
@@ -104,7 +104,7 @@ def _require_steps_strategy(strategy: str, steps: str) -> Rule:
 
 def _require_evaluation(key: str) -> Rule:
     """Makes the rule that `key` needs held-out losses between the start and the end of a run."""
-    return recipe_rule(
+    return make_rule(
         f"{key} without held-out losses",
         key,
         "eval_strategy",
@@ -163,7 +163,7 @@ def _advise_group_size(case: Case) -> str:
 
 # What every recipe must have. These rules apply only when a recipe file is read.
 REQUIRED: tuple[Rule, ...] = (
-    recipe_rule(
+    make_rule(
         "two models",
         "model_config",
         "model_name_or_path",
@@ -171,7 +171,7 @@ REQUIRED: tuple[Rule, ...] = (
         message="model_name_or_path and model_config both name a model",
         advice="keep one",
     ),
-    recipe_rule(
+    make_rule(
         "no model",
         "model_name_or_path",
         "model_config",
@@ -179,7 +179,7 @@ REQUIRED: tuple[Rule, ...] = (
         message="no model",
         advice="set model_name_or_path (a hub name or folder) or model_config (an architecture)",
     ),
-    recipe_rule(
+    make_rule(
         "no tokenizer",
         "model_config",
         "tokenizer_name_or_path",
@@ -187,32 +187,21 @@ REQUIRED: tuple[Rule, ...] = (
         message="model_config brings no tokenizer",
         advice="set tokenizer_name_or_path",
     ),
-    recipe_rule(
+    make_rule(
         "no model_type",
         "model_config",
         when=lambda c: c["model_config"] is not None and "model_type" not in c["model_config"],
         message="model_config: model_type is missing",
         advice="for example model_type: llama",
     ),
-    recipe_rule(
+    make_rule(
         "no data",
         "datasets",
         when=lambda c: not c["datasets"],
         message="no data",
         advice="set datasets, a list with at least `- path: FILE`",
     ),
-    recipe_rule(
-        "adapters on a part of the checkpoint",
-        "drop_vision",
-        "use_peft",
-        when=lambda c: c["drop_vision"] and c["use_peft"],
-        message=(
-            "drop_vision: adapters are opened on the checkpoint, whose own class has other names "
-            "for their layers"
-        ),
-        fix={"drop_vision": False},
-    ),
-    recipe_rule(
+    make_rule(
         "adapters on random weights",
         "use_peft",
         "model_config",
@@ -224,7 +213,7 @@ REQUIRED: tuple[Rule, ...] = (
 
 
 RULES: tuple[Rule, ...] = (
-    recipe_rule(
+    make_rule(
         "layers for multi-token prediction",
         "train_mtp",
         when=lambda c: c["train_mtp"],
@@ -240,7 +229,7 @@ RULES: tuple[Rule, ...] = (
         no_effect(key.name, "without use_peft: true", lambda c: not c["use_peft"], "use_peft")
         for key in fields(Lora)[1:]
     ),
-    recipe_rule(
+    make_rule(
         "no targets",
         "lora_target_modules",
         "lora_target_parameters",
@@ -249,26 +238,7 @@ RULES: tuple[Rule, ...] = (
         advice="name some, or all-linear",
     ),
     *(
-        recipe_rule(
-            f"{key} with LoRA",
-            key,
-            "use_peft",
-            when=all_of(is_set(key), is_set("use_peft", True)),
-            message=f"{key} is for full fine-tuning; LoRA freezes the base but for modules_to_save",
-            advice="name them there",
-        )
-        for key in ("trainable_modules", "frozen_modules")
-    ),
-    recipe_rule(
-        "two quantizations",
-        "load_in_8bit",
-        "load_in_4bit",
-        when=lambda c: c["load_in_4bit"] and c["load_in_8bit"],
-        message="load_in_4bit and load_in_8bit both say how the base is kept",
-        advice="keep one",
-    ),
-    *(
-        recipe_rule(
+        make_rule(
             f"{key} in full",
             key,
             "use_peft",
@@ -287,7 +257,7 @@ RULES: tuple[Rule, ...] = (
         if key.name.startswith("bnb_4bit")
     ),
     # What is computed and kept
-    recipe_rule(
+    make_rule(
         "kept activations offloaded from compiled layers",
         "activation_offload",
         "activation_checkpointing_keeps",
@@ -308,14 +278,14 @@ RULES: tuple[Rule, ...] = (
         is_set("optim_offload", "none"),
         "optim_offload",
     ),
-    recipe_rule(
+    make_rule(
         "no offload_dir",
         "optim_offload",
         "offload_dir",
         when=lambda c: c["optim_offload"] == "nvme" and c["offload_dir"] is None,
         message="optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node",
     ),
-    recipe_rule(
+    make_rule(
         "empty offload_dir",
         "offload_dir",
         "optim_offload",
@@ -328,14 +298,14 @@ RULES: tuple[Rule, ...] = (
         advice="name one on the NVMe disk of each node",
     ),
     # The schedule
-    recipe_rule(
+    make_rule(
         "arguments of the schedule",
         "lr_scheduler_kwargs",
         "lr_scheduler_type",
         when=_find_schedule_problems,  # any message is a problem
         message=_find_schedule_problems,
     ),
-    recipe_rule(
+    make_rule(
         "a schedule without its minimum",
         "lr_scheduler_type",
         "min_lr_ratio",
@@ -343,7 +313,7 @@ RULES: tuple[Rule, ...] = (
         message="lr_scheduler_type: {lr_scheduler_type} ends at learning_rate times min_lr_ratio",
         advice=f"set min_lr_ratio, or lr_scheduler_type: {DEFAULT_SCHEDULE}",
     ),
-    recipe_rule(
+    make_rule(
         "a minimum of a schedule without an end",
         "min_lr_ratio",
         "lr_scheduler_type",
@@ -352,7 +322,7 @@ RULES: tuple[Rule, ...] = (
         advice="remove one of the two",
         fix={"min_lr_ratio": 0},
     ),
-    recipe_rule(
+    make_rule(
         "a warm-up longer than the run",
         "warmup_steps",
         "max_steps",
@@ -364,7 +334,7 @@ RULES: tuple[Rule, ...] = (
         ),
         is_note=True,
     ),
-    recipe_rule(
+    make_rule(
         "a learning rate too small for bf16",
         "dtype",
         "learning_rate",
@@ -382,7 +352,7 @@ RULES: tuple[Rule, ...] = (
         advice="remove dtype (float32), or raise the rate",
         is_note=True,
     ),
-    recipe_rule(
+    make_rule(
         "a learning rate of 1",
         "learning_rate",
         "optim",
@@ -409,13 +379,13 @@ RULES: tuple[Rule, ...] = (
         for entry in ("datasets", "eval_datasets")
         for key in ("path", "name", "split")
     ),
-    recipe_rule(
+    make_rule(
         "no date",
         "chat_template_date",
         when=_has_wrong_date,
         message="chat_template_date: {chat_template_date}: not a date; use the form 2026-01-31",
     ),
-    recipe_rule(
+    make_rule(
         "streaming without an end",
         "streaming",
         "max_steps",
@@ -423,30 +393,14 @@ RULES: tuple[Rule, ...] = (
         message="streaming has no known end",
         advice="set max_steps",
     ),
-    recipe_rule(
-        "held out of a stream",
-        "eval_split_size",
-        "streaming",
-        when=lambda c: c["streaming"] and c["eval_split_size"] is not None,
-        message="eval_split_size cannot be held out of a stream",
-        advice="set eval_datasets",
-    ),
-    recipe_rule(
+    make_rule(
         "a part of a row held out",
         "eval_split_size",
         when=lambda c: (c["eval_split_size"] or 0) > 1 and c["eval_split_size"] % 1,
         message="eval_split_size: {eval_split_size:g}: from 1 on it is a number of rows",
         advice="write a whole number, or a share below 1",
     ),
-    recipe_rule(
-        "held out twice",
-        "eval_split_size",
-        "eval_datasets",
-        when=lambda c: c["eval_datasets"] and c["eval_split_size"] is not None,
-        message="eval_datasets and eval_split_size both name the held-out rows",
-        advice="keep one",
-    ),
-    recipe_rule(
+    make_rule(
         "evaluation without held-out rows",
         "eval_steps",
         "eval_strategy",
@@ -459,7 +413,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set eval_datasets or eval_split_size",
     ),
-    recipe_rule(
+    make_rule(
         "run_name with a folder elsewhere",
         "run_name",
         "output_dir",
@@ -467,7 +421,7 @@ RULES: tuple[Rule, ...] = (
         message="run_name: {run_name} does not name a folder in runs/",
         advice="give a name without .. or a / in front, or set output_dir",
     ),
-    recipe_rule(
+    make_rule(
         "exact_match_samples without held-out rows",
         "exact_match_samples",
         "eval_datasets",
@@ -500,7 +454,7 @@ RULES: tuple[Rule, ...] = (
         is_set("on_nonfinite", "stop"),
         "on_nonfinite",
     ),
-    recipe_rule(
+    make_rule(
         "a profile after the end",
         "profile_steps",
         "max_steps",
@@ -512,7 +466,7 @@ RULES: tuple[Rule, ...] = (
         ),
         is_note=True,
     ),
-    recipe_rule(
+    make_rule(
         "profile_steps backwards",
         "profile_steps",
         when=lambda c: (
@@ -524,7 +478,7 @@ RULES: tuple[Rule, ...] = (
         advice="give the first step first",
     ),
     # Quantization-aware training and quantized exports
-    recipe_rule(
+    make_rule(
         "a scheme that torchao does not finish here",
         QAT,
         when=lambda c: has_qat(c) and SCHEMES[c[QAT]].refused,
@@ -539,7 +493,7 @@ RULES: tuple[Rule, ...] = (
         no_effect(key.name, f"without {QAT}", lambda c: not has_qat(c), QAT)
         for key in fields(QuantizationAware)[1:]
     ),
-    recipe_rule(
+    make_rule(
         "an export without a folder",
         "export_formats",
         when=lambda c: "safetensors" not in c["export_formats"],
@@ -559,7 +513,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: COMPRESSED not in c["export_formats"],
         "export_formats",
     ),
-    recipe_rule(
+    make_rule(
         "a quantized export without a scheme",
         "export_formats",
         "export_quantization",
@@ -570,7 +524,7 @@ RULES: tuple[Rule, ...] = (
         message="export_formats: compressed-tensors: no scheme",
         advice="set export_quantization, such as int8-int8",
     ),
-    recipe_rule(
+    make_rule(
         "a scheme that is not exported",
         "export_quantization",
         when=lambda c: c["export_quantization"] not in (None, *EXPORTED),
@@ -578,7 +532,7 @@ RULES: tuple[Rule, ...] = (
         advice=f"use one of {', '.join(EXPORTED)}",
     ),
     *(
-        model_rule(
+        make_rule(
             f"a model that is not exported as {export_format.title}",
             "export_formats",
             when=partial(_exports_refused_model, name, export_format),
@@ -588,7 +542,7 @@ RULES: tuple[Rule, ...] = (
         for name, export_format in EXPORT_FORMATS.items()
         if export_format.refused
     ),
-    recipe_rule(
+    make_rule(
         "rounding after the end",
         "fake_quant_after_n_steps",
         "max_steps",
@@ -601,7 +555,7 @@ RULES: tuple[Rule, ...] = (
         advice="set a smaller number",
         fix={"fake_quant_after_n_steps": 0},
     ),
-    recipe_rule(
+    make_rule(
         "a scheme with blocks of its own",
         "qat_group_size",
         QAT,
@@ -612,7 +566,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=lambda c: f"set qat_group_size: {_find_group_size(c) or 'null'}",
     ),
-    recipe_rule(
+    make_rule(
         "a trained scheme that is not exported",
         "export_formats",
         QAT,
@@ -628,7 +582,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="remove it, and quantize the plain export with a tool that knows the scheme",
     ),
-    recipe_rule(
+    make_rule(
         "an export that is not rounded",
         QAT,
         when=lambda c: has_qat(c) and SCHEMES[c[QAT]].is_ternary and c["export_at_end"],
@@ -639,7 +593,7 @@ RULES: tuple[Rule, ...] = (
         advice="round it with onebitllms' convert_in_bf16 before you chat with it",
         is_note=True,
     ),
-    model_rule(
+    make_rule(
         "groups that do not divide",
         "qat_group_size",
         QAT,

@@ -6,7 +6,7 @@ Below them are the makers of rules and the conditions that several rules share. 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from finetune.config.facts import MachineFacts, ModelFacts
 from finetune.config.layout import Sharding
@@ -15,21 +15,33 @@ from finetune.config.quantization import name_load_key
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.constants import Names
 
-Need = Literal["layout", "model", "machine"]
+
+class NotKnown(Exception):
+    """Raised where a rule reads a part of a `Case` that is not known yet."""
+
+
+class _Unknown:
+    """Stands for a part of a `Case` that is not known yet: whatever is read of it is `NotKnown`."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotKnown(name)
+
+
+UNKNOWN: Any = _Unknown()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """A run to judge.
 
-    `layout`, `model` and `machine` are None while they are not known. A rule that reads one of them
-    names it in `Rule.needs`, and is skipped in such a case.
+    `layout`, `model` and `machine` are UNKNOWN while they are not known. A rule that reads one of
+    them is then skipped.
     """
 
     recipe: Recipe
-    layout: Sharding
-    model: ModelFacts
-    machine: MachineFacts
+    layout: Sharding = UNKNOWN
+    model: ModelFacts = UNKNOWN
+    machine: MachineFacts = UNKNOWN
     ranks: int = 1
     steps: int | None = None  # optimizer steps of the run; None: not known yet
     is_teacher: bool = False  # whether `model` is the teacher
@@ -73,10 +85,8 @@ class Case:
     @property
     def quantization(self) -> Quantization:
         """The model's quantization in memory: that of its files, else the recipe's."""
-        # `model` is None while it is not known
-        stored: Quantization | None = getattr(self.model, "quantization", None)
-        if stored:
-            return stored
+        if self.model is not UNKNOWN and self.model.quantization is not None:
+            return self.model.quantization
         if self.is_teacher:
             return self.recipe.teacher_quantization
         return self.recipe.quantization
@@ -137,12 +147,14 @@ class Rule:
     message: str | Callable[[Case], str | list[str]]
     advice: str | Callable[[Case], str] = ""  # what to do; empty: set the keys of `fix`
     fix: Mapping[str, Any] | None = None  # key -> a value that solves the problem
-    needs: tuple[Need, ...] = ()  # the parts of `Case` that the rule reads beside the recipe
     of_teacher: bool = False  # whether the rule applies to the teacher too
     is_note: bool = False  # worth a line, but no reason to stop
 
     def check(self, case: Case) -> Iterable[Problem]:
-        """Returns the problems that the rule finds in `case`; empty if `when` does not hold."""
+        """Returns the problems that the rule finds in `case`; empty if `when` does not hold.
+
+        Raises `NotKnown` if the rule reads a part of `case` that is not known.
+        """
         if not self.when(case):
             return []
         if isinstance(self.message, str):
@@ -179,9 +191,9 @@ def _find_place(keys: Names, case: Case) -> str:
     for key in looked_up:
         if key in recipe.places:
             return recipe.places[key]
-        if layout is not None and layout.place_of(key) != layout.source:
+        if layout is not UNKNOWN and layout.place_of(key) != layout.source:
             return layout.place_of(key)
-    if layout is not None and (not keys or keys[0] not in recipe_keys()):
+    if layout is not UNKNOWN and (not keys or keys[0] not in recipe_keys()):
         return layout.source
     return recipe.path
 
@@ -195,24 +207,9 @@ def _format_yaml(value: Any) -> str:
     return str(value)
 
 
-def recipe_rule(name: str, *keys: str, **fields: Any) -> Rule:
-    """Makes a rule that reads the recipe alone. `fields`: the other fields of `Rule`."""
+def make_rule(name: str, *keys: str, **fields: Any) -> Rule:
+    """Makes a rule. `fields`: those of `Rule` beside `name` and `keys`."""
     return Rule(name=name, keys=keys, **fields)
-
-
-def layout_rule(name: str, *keys: str, **fields: Any) -> Rule:
-    """Makes a rule that reads the recipe and the layout."""
-    return Rule(name=name, keys=keys, needs=("layout",), **fields)
-
-
-def model_rule(name: str, *keys: str, **fields: Any) -> Rule:
-    """Makes a rule that reads the recipe and the model."""
-    return Rule(name=name, keys=keys, needs=("model",), **fields)
-
-
-def model_layout_rule(name: str, *keys: str, **fields: Any) -> Rule:
-    """Makes a rule that reads the recipe, the layout and the model."""
-    return Rule(name=name, keys=keys, needs=("layout", "model"), **fields)
 
 
 def no_effect(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from finetune.config.accelerate_file import FSDP_KEYS, MESH_KEYS
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
 from finetune.config.exclusions import EXCLUSIONS, NOT_FOR_ALL_OPTIMIZERS, find_feature
 from finetune.config.facts import (
@@ -24,6 +25,7 @@ from finetune.config.facts import (
     read_model_facts,
 )
 from finetune.config.layout import Fp8, Sharding
+from finetune.config.other_names import ACCELERATE_KEYS
 from finetune.config.reader import read_recipe
 from finetune.config.rule import Case
 from finetune.config.schema import Quantization, recipe_keys
@@ -84,8 +86,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([LORA, "load_in_4bit=true"], Sharding(layout="fsdp1", source="some.yaml"), 2, None, None,
      "load_in_4bit cannot be combined with fsdp_version: 1 (some.yaml): FSDP1 flattens and converts"),
     ([LORA, "lora_target_parameters=[experts.down_proj]"], Sharding(layout="fsdp1"), 2, None, None, "none of them can have an adapter"),
-    ([LORA], Sharding(layout="fsdp1"), 1, None, None, "FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters"),
-    (["frozen_modules=[lm_head]"], Sharding(layout="fsdp1", strategy="NO_SHARD"), 2, None, None, "(NO_SHARD, or one rank) cannot hold frozen"),
+    ([LORA], Sharding(layout="fsdp1"), 1, None, None, "(LoRA's base, frozen_modules) cannot be combined with FSDP1 with NO_SHARD or one rank"),
+    (["frozen_modules=[lm_head]"], Sharding(layout="fsdp1", strategy="NO_SHARD"), 2, None, None, "cannot be combined with FSDP1 with NO_SHARD or one rank"),
     # quantization-aware training
     (QAT, TP, 4, None, None, "cannot be combined with tp_size"),
     (QAT, replace(FSDP2, fp8=Fp8()), 1, None, None, "mixed_precision: fp8 cannot be combined with quantization_aware_training: int8-int4"),
@@ -141,9 +143,9 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], TP, 4, VISION, None, "the vision-language model M cannot be combined with tp_size (some.yaml); name a language model, or set tp_size: 1"),
     ([], SP, 4, VISION, None, "the vision-language model M cannot be combined with cp_size"),
     (["use_liger_kernel=true"], FSDP2, 1, VISION, A100, "Liger's kernels were not tried with its class"),
-    ([], Sharding(layout="fsdp1"), 1, VISION, None, "cannot hold the frozen part of a vision-language model; use FSDP2"),
+    ([], Sharding(layout="fsdp1"), 1, VISION, None, "the vision-language model M cannot be combined with FSDP1 with NO_SHARD"),
     # expert parallelism
-    (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size: 2 requires FSDP2"),
+    (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size cannot be combined with a layout other than FSDP2 (some.yaml); set"),
     ([], replace(EP, expert_parallel_size=4, strategy="HYBRID_SHARD", replicate_size=2, shard_size=2), 4, None, None,
      "each of the 2 replicas of some.yaml has 2 ranks, and 2 / 4 is not a whole number; set it to 2"),
     ([], replace(EP, expert_parallel_size=4), 6, None, None,
@@ -153,7 +155,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], replace(EP, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with expert_parallel_size"),
     (["optim=adafactor"], EP, 2, None, None, "optim: adafactor cannot be combined with expert_parallel_size"),
     ([], replace(EP, expert_parallel_size=5), 30, MIXTURE, None, "12 experts, and 12 / 5 is not a whole number; set it to 2, 3 or 6"),
-    ([], EP, 2, LLAMA, None, "expert_parallel_size: 2: M is a dense model (llama)"),
+    ([], EP, 2, LLAMA, None, "expert_parallel_size cannot be combined with the dense model M (llama)"),
     ([], EP, 2, MIXTURE | {"model_type": "longcat_flash"}, None, "not supported for longcat_flash, the family of M; it is tested with mix"),
     ([], EP, 14, MIXTURE, None, "neither the 6 experts of a rank's group nor the rows of their matrices divide over the ranks"),
     # quantization
@@ -170,16 +172,16 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
      "expert_parallel_size: 2: the experts of a rank do not begin with a block of 64 numbers, which load_in_4bit keeps under one "),
     # FP8
     ([LORA, "use_dora=true"], replace(FSDP2, fp8=Fp8()), 2, None, None, "DoRA measures the rows of the frozen weights"),
-    ([], replace(FSDP2, fp8=Fp8()), 2, MIXTURE, None, "which torchao does not multiply in FP8; set mixed_precision: bf16"),
+    ([], replace(FSDP2, fp8=Fp8()), 2, MIXTURE, None, "torchao does not multiply experts in FP8; set mixed_precision: bf16"),
     ([], replace(FSDP2, fp8=Fp8()), 2, LLAMA | {"hidden_size": 24}, None, "M has no linear layer that can be multiplied in FP8"),
     ([LORA, "lora_target_modules=[router]"], None, 1, VISION | {"model_type": "llama4_text"}, None, "router of llama4_text can have no adapters; name other linear layers"),
     ([LORA, "lora_target_modules=[out_proj]"], FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None,
      "conv1d, out_proj of falcon_h1 can have no adapters; name other"),
     # mixtures
     (["torch_compile=true"], EP, 2, MIXTURE, None, "torch_compile cannot be combined with expert_parallel_size: within a layer the host"),
-    (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "the experts of M multiply matrices"),
+    (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "experts multiply matrices"),
     (["optim=adafactor"], FSDP2, 2, MIXTURE, None, "experts of a layer are a stack of matrices"),
-    (["router_aux_loss_coef=0.1"], FSDP2, 2, LLAMA, None, "router_aux_loss_coef: M is a dense model (llama); remove it"),
+    (["router_aux_loss_coef=0.1"], FSDP2, 2, LLAMA, None, "router_aux_loss_coef cannot be combined with the dense model M (llama); remove"),
     (["router_aux_loss_coef=0.1"], FSDP2, 2, MIXTURE | {"model_type": "deepseek_v3"}, None, "whose routers have no auxiliary loss"),
     # what is computed and kept
     (["activation_checkpointing_keeps=attention"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activ"),
@@ -200,7 +202,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
      "set global_batch_size: 4, or per_device_train_batch_size: 8"),
     ([*BACKWARD, "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None, "of 1 on 1 rank, but a gradient that is freed in the backward cannot wait for "
      "the next micro-batch; remove gradient_accumulation_steps, and set global_batch_size: 1, or"),
-    (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme requires FSDP2"),
+    (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme cannot be combined with a layout other than FSDP2"),
     (NVME, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp16"),
     (NVME, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp8"),
     # sampled completions
@@ -243,12 +245,12 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], replace(FSDP2, wrap_classes=("BertLayer",)), 2, LLAMA, None,
      "wraps BertLayer, but M is made of LlamaDecoderLayer; name that class, or remove the key"),
     # the machine
-    (["activation_offload=true"], FSDP2, 1, None, CPU, "on a CPU activations are in host memory already; set activation_offload: false"),
+    (["activation_offload=true"], FSDP2, 1, None, CPU, "a run on a CPU: activations are in host memory already; remove activation_offload"),
     ([], Sharding(layout="fsdp1", cpu_offload=True), 2, None, CPU, "FSDP1 offloads from a GPU, and this is a CPU run; set it to false, or fsdp_version: 2"),
     (["attn_implementation=flex_attention", "packing=false"], FSDP2, 1, None, CPU, "outputs for padded rows are not finite"),
-    ([], replace(FSDP2, mixed_precision="fp16"), 1, None, CPU, "mixed_precision: fp16 does not train on a CPU; use bf16 or no"),
+    ([], replace(FSDP2, mixed_precision="fp16"), 1, None, CPU, "mixed_precision: fp16 cannot be combined with a run on a CPU; set mixed_precision: bf16"),
     (["torch_compile=true"], FSDP2, 1, None, replace(CPU, has_compiler=False), "none is on the PATH; install one (g++)"),
-    (["use_liger_kernel=true"], FSDP2, 1, None, CPU, "Liger's kernels run on CUDA only, and this is a CPU run"),
+    (["use_liger_kernel=true"], FSDP2, 1, None, CPU, "a run on a CPU: Liger's kernels run on CUDA only"),
     (["use_liger_kernel=true"], FSDP2, 1, LLAMA, replace(A100, liger_families=frozenset({"qwen2"})), "Liger has no kernels for llama"),
     (["attn_implementation=flash_attention_2"], FSDP2, 1, None, CPU, "needs a GPU of compute capability 8.x"),
     (["attn_implementation=flash_attention_3"], FSDP2, 1, None, A100, "compute capability 9.x, and this GPU has 8.0; remove the key"),
@@ -781,9 +783,8 @@ def test_a_problem_of_a_reference_names_the_model_and_beta() -> None:
 def test_rules_have_names_of_their_own_and_keys_that_exist() -> None:
     assert [name for name, count in Counter(rule.name for rule in RULES).items() if count > 1] == []
     for rule in RULES:
-        assert (
-            rule.keys and all(key in recipe_keys() for key in rule.keys)
-        ) or "layout" in rule.needs, rule.name
+        others = {key.removeprefix("fsdp_") for key in {*rule.keys} - recipe_keys().keys()}
+        assert rule.keys and others <= {*ACCELERATE_KEYS, *FSDP_KEYS, *MESH_KEYS}, rule.name
 
 
 def test_what_a_message_names_exists() -> None:

@@ -141,7 +141,7 @@ def test_plan_and_training_refuse_a_pattern_without_a_layer_alike(
 def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> None:
     with pytest.raises(
         UserError,
-        match="frozen_modules is for full fine-tuning; LoRA freezes the base but for modules_to",
+        match="frozen_modules cannot be combined with use_peft: LoRA freezes the base but for modules_to",
     ):
         read_recipe(str(tiny_recipe(use_peft=True)), ["frozen_modules=[embed_tokens]"])
 

@@ -345,7 +345,8 @@ MISTAKES = {
     ],
     "streaming: true": ["F:4: streaming has no known end; set max_steps"],
     "streaming: true\nmax_steps: 1\neval_split_size: 0.1": [
-        "F:6: eval_split_size cannot be held out of a stream; set eval_datasets"
+        "F:6: eval_split_size cannot be combined with streaming: no rows are held out of a stream; eval_datasets can "
+        "name some; remove eval_split_size, or remove streaming"
     ],
     "use_dora: true": [
         "F:4: use_dora has no effect without use_peft: true; set it, or remove use_dora"
@@ -356,7 +357,8 @@ MISTAKES = {
         "load_in_4bit"
     ],
     "use_peft: true\nload_in_4bit: true\nload_in_8bit: true": [
-        "F:6: load_in_4bit and load_in_8bit both say how the base is kept; keep one"
+        "F:6: load_in_8bit cannot be combined with load_in_4bit: both say how the base is kept; remove load_in_8bit, or "
+        "remove load_in_4bit"
     ],
     "use_peft: true\nload_in_8bit: true\nbnb_4bit_use_double_quant: true": [
         "F:6: bnb_4bit_use_double_quant has no effect without load_in_4bit: true; set it, or remove "
@@ -372,8 +374,8 @@ MISTAKES = {
         "F:4: use_peft adapts a trained model, but model_config starts from random weights; set model_name_or_path",
     ],
     "drop_vision: true\nuse_peft: true": [
-        "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
-        "set drop_vision: false"
+        "F:4: drop_vision cannot be combined with use_peft: adapters are opened on the checkpoint, whose own class has "
+        "other names for their layers; remove drop_vision, or remove use_peft"
     ],
     "use_peft: true\nadapters: [{name: 1, lora_r: 4}, {name: two}]": [
         "F:5: adapters: name: 1 does not fit; each adapter needs a name of its own, a text of letters, digits, - and _, "
@@ -402,7 +404,8 @@ MISTAKES = {
         "drafts with them, computes no loss; remove it; an export carries over those of the base"
     ],
     "eval_datasets: [{path: a/b}]\neval_split_size: 0.1": [
-        "F:5: eval_datasets and eval_split_size both name the held-out rows; keep one"
+        "F:5: eval_split_size cannot be combined with eval_datasets: both name the held-out rows; remove eval_split_size, "
+        "or remove eval_datasets"
     ],
     "seed: &a 1\nlogging_steps: *a": [
         "F:5: not YAML: aliases (*name) are not read here; write the value out"

@@ -433,14 +433,14 @@ def test_what_images_cannot_be_combined_with_is_refused(model: Path, tmp_path: P
             "does not keep packed documents with images apart",
             {"packing": True, "attn_implementation": "sdpa"},
         ),
-        ("method: kto: rows hold images, which it does not support", {"method": "kto"}),
-        ("torch_compile: rows hold images", {"torch_compile": True}),
+        ("method: kto cannot be combined with rows with images", {"method": "kto"}),
+        ("torch_compile cannot be combined with rows with images", {"torch_compile": True}),
         (
-            "vllm_server_base_url: rows hold images",
+            "vllm_server_base_url cannot be combined with rows with images",
             SAMPLED | {"vllm_server_base_url": "http://127.0.0.1:1"},
         ),
         (
-            "tools, environment: rows hold images",
+            "environment cannot be combined with rows with images",
             SAMPLED | {"environment": "openenv:http://127.0.0.1:1"},
         ),
     ]

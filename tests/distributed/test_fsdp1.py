@@ -95,7 +95,7 @@ def test_lora_under_fsdp1_on_one_rank_is_refused_by_name(
     assert ended.returncodes == (2,), ended.outputs[0]
     place, said = ended.outputs[0].splitlines()[-1].split(": ", 1)
     assert place.startswith(f"{config}:") and said == (
-        "FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters (LoRA's base, frozen_modules); use "
-        "accelerate_config: single, which is the same layout, or set fsdp_version: 2"
+        "frozen parameters (LoRA's base, frozen_modules) cannot be combined with FSDP1 with NO_SHARD or one rank "
+        f"({config}); use ddp, or for one rank accelerate_config: single, or set fsdp_version: 2"
     )
     assert "Traceback" not in ended.outputs[0]

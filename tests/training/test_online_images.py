@@ -257,7 +257,9 @@ def test_images_that_cross_attention_reads_are_refused(tmp_path: Path) -> None:
     keys = {"method": "grpo", "rewards": ["length"], "max_length": 400, "packing": True}
     data = make_image_chat(tmp_path, rows=4)
     recipe = read_recipe(write_recipe(tmp_path / "r.yaml", model, data, **keys))
-    with pytest.raises(UserError, match="rows hold images, which mllama reads by cross attention"):
+    with pytest.raises(
+        UserError, match="rows with images, which mllama reads by cross attention, cannot be"
+    ):
         prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), reference.Alone())
 
 
