@@ -935,13 +935,12 @@ def choose_layers(numbers: tuple[int, ...] | str, count: int) -> tuple[int, ...]
     return tuple(sorted({*numbers}))
 
 
-def fills_masks(values: Mapping[str, Any]) -> bool:
-    """Whether a recipe trains a model that fills in masked tokens; False for an unknown method.
+def facts_of(values: Mapping[str, Any]) -> MethodFacts:
+    """Returns the facts about a recipe's method; those of DEFAULT_METHOD if it is not known.
 
     `values`: the recipe's keys with their values.
     """
-    method = str(values.get("method"))
-    return method in METHODS and METHODS[method].masks
+    return METHODS.get(str(values.get("method")), METHODS[DEFAULT_METHOD])
 
 
 # Keys of how completions are sampled and rewarded, not of what is learned.

@@ -12,13 +12,13 @@ import yaml
 from finetune.config.export_formats import EXPORT_FORMATS
 from finetune.config.facts import names_vision_language
 from finetune.config.keys import keys_of
-from finetune.config.methods import METHODS, ScoreHead, describe_method, fills_masks
+from finetune.config.methods import ScoreHead, describe_method
 from finetune.config.pretrained import SCORING_CLASS, TOKEN_SCORING_CLASS, names_class
 from finetune.config.schema import Lora, Quantization
 from finetune.config.yaml_file import read_value
 from finetune.constants import CONFIG_FILE, EXPORT
 from finetune.export.merge_choice import TRAINED, MergeChoice
-from finetune.export.sentence_transformer import USE, USE_RANKER, is_embedder, is_reranker
+from finetune.export.sentence_transformer import USE, USE_RANKER
 from finetune.export.source import Source
 from finetune.files.json_files import read_json_lines, read_json_object
 from finetune.files.run_files import (
@@ -64,11 +64,11 @@ UNKNOWN_LICENSE = "unknown"
 COUNTS = {"Steps": "step", "Tokens read": "tokens", "Tokens trained on": "trained_tokens"}
 # name in the card -> key of metrics.jsonl
 LOSSES = {"Loss": "loss", "Held-out loss": "eval_loss"}
-PREFERENCES = {
+LAST_VALUES = {
     "Reward margin, last": "rewards/margins",
+    "Reward margin, last, held out": "eval_rewards/margins",
     "Pairs in order, last": "rewards/accuracies",
-}
-HELD_OUT = {
+    "Pairs in order, last, held out": "eval_rewards/accuracies",
     "Accuracy, held out": "eval_accuracy",
     "F1, mean of the classes, held out": "eval_f1_macro",
     "AUC, mean of the classes, held out": "eval_auc",
@@ -180,9 +180,8 @@ def _describe_origin(source: Source, is_adapter: bool) -> str:
 
 def _name_model_kind(source: Source) -> str:
     """Names what the model is, with an article: by its method, else by its head and its inputs."""
-    method = METHODS.get(str(source.recipe.get("method")))
-    if method is not None and method.makes:
-        return method.makes
+    if source.method.makes:
+        return source.method.makes
     if _read_head(source).names:
         return "a model with a head of scores"
     return "a vision-language model" if _is_vision_language(source) else "a causal language model"
@@ -239,7 +238,7 @@ def _make_front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
 
 def _name_library(source: Source) -> str:
     """Names the library that loads the exported model, as the hub's `library_name`."""
-    if is_embedder(source.recipe) or is_reranker(source.recipe):
+    if source.method.embeds or source.method.ranks:
         return "sentence-transformers"
     return "transformers"
 
@@ -309,18 +308,11 @@ def _make_metric_rows(lines: list[dict[str, Any]], last_step: Any) -> Iterator[t
         if points and key == "eval_loss":
             best_step, best = min(points, key=lambda point: point[1])
             yield f"{name}, best", f"{best:.4f} at step {best_step:,}"
-    for training_name, training_key in PREFERENCES.items():
-        held_out = (f"{training_name}, held out", f"eval_{training_key}")
-        for name, key in ((training_name, training_key), held_out):
-            points = _find_points(lines, key, last_step)
-            if points:
-                _, last = points[-1]
-                yield name, f"{last:.3g}"
-    for name, key in HELD_OUT.items():
+    for name, key in LAST_VALUES.items():
         points = _find_points(lines, key, last_step)
         if points:
             _, last = points[-1]
-            yield name, f"{last:.4f}"
+            yield name, f"{last:.4g}"
 
 
 def _find_warnings(source: Source, lines: list[dict[str, Any]]) -> list[str]:
@@ -351,9 +343,7 @@ def _describe_merge(merge: MergeChoice, quantization: Quantization) -> str:
     )
     if merge.rows is None:
         return text
-    kind = "held-out" if merge.rows.held_out else "training"
-    tokens = f"{merge.rows.labeled_tokens:,} labeled tokens"
-    text += f" Each on {len(merge.rows)} {kind} rows ({tokens}), computed in float32:"
+    text += f" Each on {merge.rows.description}, computed in float32:"
     rows = []
     for name, score in merge.measured.items():
         if name == TRAINED:
@@ -458,12 +448,12 @@ def _make_recipe_rows(source: Source) -> list[tuple[str, str]]:
 
 def _list_uses(source: Source, is_adapter: bool, formats: Sequence[str]) -> Iterator[str]:
     """Yields a paragraph for each way to use the export."""
-    if is_embedder(source.recipe) and not is_adapter:
+    if source.method.embeds and not is_adapter:
         yield USE
         return
-    if is_reranker(source.recipe) and not is_adapter:
+    if source.method.ranks and not is_adapter:
         yield USE_RANKER
-    if fills_masks(source.recipe):
+    if source.method.masks:
         yield USE_MASKED.format(json.dumps(source.recipe.get("mask_token")))
     if "safetensors" in formats:
         yield _show_loading(source, is_adapter)
@@ -577,11 +567,11 @@ def _read_head(source: Source) -> ScoreHead:
 
 def _find_pipeline(source: Source) -> str:
     """Finds the hub's `pipeline_tag` of the model; "" if no pipeline opens it."""
-    if fills_masks(source.recipe):
+    if source.method.masks:
         return ""
-    if is_embedder(source.recipe):
+    if source.method.embeds:
         return "sentence-similarity"
-    if is_reranker(source.recipe):
+    if source.method.ranks:
         return "text-ranking"
     head = _read_head(source)
     if head.names:

@@ -11,7 +11,6 @@ from typing import Any
 
 from finetune.config.export_formats import EXPORT_FORMATS, SAFETENSORS, list_keys
 from finetune.config.families import find_family
-from finetune.config.methods import fills_masks
 from finetune.config.pretrained import scores_tokens
 from finetune.config.served import (
     NAMES_KEY,
@@ -38,7 +37,6 @@ from finetune.export.publish import (
     publish,
 )
 from finetune.export.reload_process import ReloadProcess
-from finetune.export.sentence_transformer import is_embedder, is_reranker
 from finetune.export.source import Source, open_source
 from finetune.export.target import TargetModel, describe_target, find_main_rope
 from finetune.export.values import refuse_idle
@@ -308,13 +306,13 @@ def _find_commands(
     source: Source, target: TargetModel, weights: Weights, options: ExportOptions, output: Path
 ) -> dict[str, str]:
     """Finds the commands that use the export: {program: command}. Empty if there are none."""
-    if fills_masks(source.recipe):
+    if source.method.masks:
         return {}  # the programs write one token after another, and cannot sample from this model
     file_commands = _find_file_commands(weights, options, output)
     if not weights.model:
         if source.adapter is None or SAFETENSORS not in options.formats:
             return file_commands
-        if has_scores(target.model) or is_embedder(source.recipe):
+        if has_scores(target.model) or source.method.embeds:
             return {}  # the programs write text, and this adapter's model writes none
         model_type = str(target.config_json.get("model_type"))
         adapter_commands = _list_adapter_commands(
@@ -334,13 +332,13 @@ def _find_commands(
     first_format = folder_formats[0]
     is_nested = is_quantized and not is_alone(first_format, options)
     folder = output / first_format if is_nested else output
-    if is_reranker(source.recipe):
+    if source.method.ranks:
         call = f"rank('{QUESTION}', ['Yes.', 'Why?'])"
         return {"sentence-transformers": _make_library_command("CrossEncoder", folder, call)}
     if has_scores(target.model):
         command = _make_scoring_command(folder, scores_tokens(target.model.config))
         return {"transformers": command}
-    if is_embedder(source.recipe):
+    if source.method.embeds:
         call = f"encode_query('{QUESTION}')"
         return {"sentence-transformers": _make_library_command("SentenceTransformer", folder, call)}
     return _find_folder_commands(source, target, folder, is_quantized=is_quantized) | file_commands
@@ -384,7 +382,7 @@ def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOp
     safetensors is asked for: only safetensors can hold them.
     """
     others = sorted(set(options.formats) - {SAFETENSORS})
-    missing = "pooling" if is_embedder(source.recipe) else ""
+    missing = "pooling" if source.method.embeds else ""
     if has_scores(target.model):
         missing = "head of scores"
     if others and missing:

@@ -61,6 +61,12 @@ class ComparisonRows:
     def labeled_tokens(self) -> int:
         return int((self.labels != IGNORE_INDEX).sum())
 
+    @property
+    def description(self) -> str:
+        """What the rows are and how many, for a sentence."""
+        kind = "held-out" if self.held_out else "training"
+        return f"{len(self)} {kind} rows ({self.labeled_tokens:,} labeled tokens)"
+
 
 def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -> None:
     """Writes the comparison rows of a run: the first `examples`, as many as MAX_TOKENS allows.
@@ -388,10 +394,7 @@ def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
     """
     if choice.rows is None:
         return []
-    kind = "held-out" if choice.rows.held_out else "training"
-    lines = [
-        f"merge   on {len(choice.rows)} {kind} rows, {choice.rows.labeled_tokens:,} labeled tokens"
-    ]
+    lines = [f"merge   on {choice.rows.description}"]
     for name, score in choice.measured.items():
         if name == TRAINED:
             label = f"{bits}-bit base + adapter"
@@ -418,13 +421,9 @@ def _choose(
     if "original" not in measured:
         return MergeChoice("dequantized", "for the base is stored quantized", rows, measured)
     gain = measured["dequantized"].loss - measured["original"].loss
-    if gain > NOTICEABLE_LOSS:
-        return MergeChoice("original", f"whose loss is lower by {gain:.4f}", rows, measured)
-    if gain < -NOTICEABLE_LOSS:
-        return MergeChoice("dequantized", f"whose loss is lower by {-gain:.4f}", rows, measured)
+    reason = f"whose loss is lower by {abs(gain):.4f}"
+    if abs(gain) <= NOTICEABLE_LOSS:
+        reason = "which the adapter was trained on; the losses are as good as equal"
     return MergeChoice(
-        "dequantized",
-        "which the adapter was trained on; the losses are as good as equal",
-        rows,
-        measured,
+        "original" if gain > NOTICEABLE_LOSS else "dequantized", reason, rows, measured
     )

@@ -16,7 +16,7 @@ from finetune.constants import (
 from finetune.errors import UserError
 from finetune.export.card import CARD_FILE, render_card
 from finetune.export.publish import ExportOptions
-from finetune.export.sentence_transformer import describe_sentence_transformer, is_embedder
+from finetune.export.sentence_transformer import describe_sentence_transformer
 from finetune.export.source import Source, has_vocabulary
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
@@ -107,7 +107,7 @@ def _write_configs(
     config = target.written_config(weights.dtype, options.trust_remote_code)
     _write_json(folder / CONFIG_FILE, config)
     _write_json(folder / GENERATION_FILE, make_generation_config(source, target))
-    if not is_embedder(source.recipe):
+    if not source.method.embeds:
         return
     # Not from config.json: there some families have another name for it, such as n_embd.
     model_config: Any = target.model.config

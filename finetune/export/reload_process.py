@@ -104,16 +104,21 @@ def start_reload() -> Iterator[ReloadProcess]:
                 process.kill()
 
 
+def make_python_path() -> str:
+    """Makes the PYTHONPATH of a process that imports this package, wherever it is run from."""
+    root = str(Path(finetune.__file__).resolve().parents[1])
+    return os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+
+
 def _environment() -> dict[str, str]:
     """Makes environment variables for a process on the CPU, offline, that is no rank of a run."""
-    root = str(Path(finetune.__file__).resolve().parents[1])
     inherited = {
         name: value
         for name, value in os.environ.items()
         if name not in LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "FSDP_"))
     }
     return inherited | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": make_python_path(),
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         # transformers' threads would hold several whole tensors at once

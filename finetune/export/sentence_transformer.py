@@ -3,25 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.config.methods import METHODS
-
 # sentence-transformers' files in a model's folder
 MODULES = "modules.json"  # its modules in order; by this file it knows a folder as its own
 POOLING = "1_Pooling/config.json"  # which hidden states are pooled
 SETTINGS = "config_sentence_transformers.json"  # the prompts and the similarity
 LIMITS = "sentence_bert_config.json"  # the largest number of tokens of a text
-
-
-def is_embedder(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe (key -> value) trains embeddings."""
-    method = METHODS.get(str(recipe.get("method")))
-    return method is not None and method.embeds
-
-
-def is_reranker(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe (key -> value) trains a reranker."""
-    method = METHODS.get(str(recipe.get("method")))
-    return method is not None and method.ranks
 
 
 def describe_sentence_transformer(recipe: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import torch
 
 from finetune.checkpoint.folders import find_newest_valid, list_checkpoints
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_damage, read_state
+from finetune.config.methods import MethodFacts, facts_of
 from finetune.config.module_names import ORIGINAL_MODULE, peft_name
 from finetune.config.pretrained import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
@@ -102,6 +103,11 @@ class Source:
         """The run's recipe as key -> value; empty if the source is of no run of ours."""
         recipe = self.state.get("recipe")
         return recipe if isinstance(recipe, dict) else {}
+
+    @property
+    def method(self) -> MethodFacts:
+        """The facts about the recipe's method."""
+        return facts_of(self.recipe)
 
     @property
     def quantization(self) -> Quantization:

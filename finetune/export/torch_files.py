@@ -32,9 +32,9 @@ from typing import Any, NoReturn, TypeGuard, cast
 import torch
 from torch import Tensor, _weights_only_unpickler
 
-import finetune
 from finetune.constants import Shape
 from finetune.errors import UserError
+from finetune.export.reload_process import make_python_path
 from finetune.files.tensors import StoredPart, StoredTensor, join_parts
 
 METADATA = ".metadata"  # the index of a DCP folder
@@ -270,10 +270,7 @@ def _run_find_places(*paths: Path) -> Any:
 
     Raises `UserError` if the process reports an error or ends without an answer.
     """
-    root = str(Path(finetune.__file__).resolve().parents[1])
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    }
+    environment = os.environ | {"PYTHONPATH": make_python_path()}
     # -P: Python does not import from the current folder
     command = [sys.executable, "-P", "-m", "finetune.export.torch_files", *map(str, paths)]
     finished = subprocess.run(

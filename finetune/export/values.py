@@ -574,17 +574,18 @@ def choose_written_dtype(
     return choose_dtype(user_dtype, source.base, config_dtype(target.config_json), stored_dtype)
 
 
-def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
-    """Finds the names of the weights that training quantized; empty if the base was not quantized.
+def find_quantized(
+    source: Source, target: TargetModel, onto: MergeOnto = "dequantized"
+) -> frozenset[str]:
+    """Finds the names of the base's weights that are read as training multiplied with them.
 
-    They are the weights that are stored quantized. If none is, they are all that training quantizes
-    by the recipe.
+    They are the weights that are stored quantized. If none is, and `onto` asks for the base that
+    training used, they are all that training quantizes by the recipe.
     """
-    if source.quantized:  # such files may have some linear layers unquantized
+    # quantized files may have some linear layers unquantized
+    if source.quantized or onto == "original" or source.quantization.bits is None:
         return frozenset(source.quantized)
-    if source.quantization.bits is not None:
-        return frozenset(quantized_weights(target.model))
-    return frozenset()
+    return frozenset(quantized_weights(target.model))
 
 
 def make_dequantizer(source: Source) -> ReadDequantized:
@@ -644,10 +645,7 @@ def plan_values(
         refuse_unsupported(source.adapter, str(source.path))
         updates = find_updates(source.adapter, target, str(source.path))
         check_mergeable(source.adapter, updates, target, str(source.path))
-    if onto == "dequantized":
-        quantized = find_quantized(source, target)
-    else:
-        quantized = frozenset(source.quantized)
+    quantized = find_quantized(source, target, onto)
     read_dequantized = read_dequantized or make_dequantizer(source)
     is_full_checkpoint = source.adapter is None and bool(source.state)
     values = {}

@@ -49,7 +49,7 @@ from finetune.export.values import (
     find_quantized,
     make_dequantizer,
 )
-from finetune.export.write import Digests, Weights, ignore
+from finetune.export.write import Digests, Weights, find_misfits, ignore
 from finetune.files.tensors import SINGLE_FILE, HeaderEntry, Slices, read_files, read_header
 from finetune.models.carried import make_carried_filter
 from finetune.models.load import auto_class_of
@@ -239,17 +239,11 @@ def compare_values(
         UserError: A list of the tensors that differ.
     """
     stored = read_files(folder / shard.name for shard in weights.shards)
-    expected = {value.name: value for shard in weights.shards for value in shard.values}
-    problems = [f"{name}: not in the files" for name in expected if name not in stored]
-    problems += [
-        f"{name}: in the files, but not in the model" for name in stored if name not in expected
-    ]
-    for name, value in expected.items():
-        tensor = stored.get(name)
-        if tensor is not None and (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
-            problems.append(
-                f"{name}: {tensor.dtype} {tensor.shape}, not {value.dtype} {value.shape}"
-            )
+    expected = {
+        value.name: (value.dtype, value.shape) for shard in weights.shards for value in shard.values
+    }
+    in_files = {name: (tensor.dtype, tensor.shape) for name, tensor in stored.items()}
+    problems = find_misfits(expected, in_files)
     refuse_differences(problems, "not exported: the files do not hold what the model needs")
     differing = [name for name in expected if read_back.get(name) != written[name]]
     refuse_differences(
@@ -269,11 +263,7 @@ def start_logits(
     parameter is merged here too, as the parameter's rows are read: PEFT would make a copy of all
     experts.
     """
-    is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
-    if is_dequantized:
-        quantized = find_quantized(source, target)
-    else:
-        quantized = frozenset(source.quantized)
+    quantized = find_quantized(source, target, weights.merge.onto if weights.merge else "original")
     read_dequantized = make_dequantizer(source)
     model = target.model
     adapter = source.adapter

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from finetune.config.module_names import PEFT_PREFIX
 from finetune.config.pretrained import ADAPTER_WEIGHTS, why_unsupported
-from finetune.constants import ADAPTER
+from finetune.constants import ADAPTER, Shape
 from finetune.distributed.model_parts import Slices, Values
 from finetune.errors import UserError, progress_bar
 from finetune.export.base_account import NOTHING_CARRIED, BaseAccount, plan_carried
@@ -173,6 +173,22 @@ class Weights:
 Digests = Mapping[str, str]
 
 
+def find_misfits(
+    expected: Mapping[str, tuple[object, Shape]], stored: Mapping[str, tuple[object, Shape]]
+) -> list[str]:
+    """Finds how the tensors of files differ from those of a plan, both name -> (type, shape)."""
+    problems = [f"{name}: not in the files" for name in expected if name not in stored]
+    problems += [
+        f"{name}: in the files, but not in the model" for name in stored if name not in expected
+    ]
+    for name in expected:
+        if name in stored and stored[name] != expected[name]:
+            kind, shape = stored[name]
+            expected_kind, expected_shape = expected[name]
+            problems.append(f"{name}: {kind} {shape}, not {expected_kind} {expected_shape}")
+    return problems
+
+
 def ignore(_file: str, _end: int) -> None:
     """Stands in for `on_disk` where nobody reads the files while they are written."""
 
@@ -218,10 +234,7 @@ def plan_weights(
     planned = plan_values(
         source, target, stored, dtype, onto, read_dequantized, dtype_is_given=dtype_is_given
     )
-    if onto == "dequantized":
-        quantized = find_quantized(source, target)
-    else:
-        quantized = frozenset[str]()
+    quantized = find_quantized(source, target, onto)
 
     def read_base(name: str, slices: Slices) -> Tensor:
         base = stored[name]

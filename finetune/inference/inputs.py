@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.config.export_formats import find_format_of
-from finetune.config.methods import fills_masks
+from finetune.config.methods import facts_of
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import DatasetSource, Quantization
 from finetune.config.yaml_file import find_yaml
@@ -30,7 +30,7 @@ from finetune.data.images import open_image, read_image
 from finetune.data.messages import IMAGE, BadRow, Message, list_columns, parse_turns
 from finetune.data.sources import read_file
 from finetune.errors import UserError
-from finetune.export.sentence_transformer import MODULES, is_embedder
+from finetune.export.sentence_transformer import MODULES
 from finetune.files.durable import restore_exports, restore_folder
 from finetune.files.json_files import read_json_object
 from finetune.files.network import DESCRIPTIONS, download_file, download_folder
@@ -132,12 +132,13 @@ def locate_base(model: ModelLocation) -> ModelLocation:
 
 def refuse_other_use(model: ModelLocation) -> None:
     """Raises `UserError` for a model that writes no text: it embeds texts, or fills in masks."""
-    if fills_masks(_read_recipe(model.run)):
+    method = facts_of(_read_recipe(model.run))
+    if method.masks:
         raise UserError(
             f"{model.name}: fills in masked tokens, and writes none "
             "after another; sample from its export by a library for such models"
         )
-    if (Path(model.name) / MODULES).is_file() or is_embedder(_read_recipe(model.run)):
+    if (Path(model.name) / MODULES).is_file() or method.embeds:
         raise UserError(
             f"{model.name}: embeds texts and writes none; finetune chat --rank FILE ranks the "
             "lines of a file, and sentence-transformers opens its export"

@@ -159,10 +159,10 @@ def test_a_tensor_that_is_missing_or_of_another_shape_is_found(
     assert find_differences(tmp_path / "whole.gguf", whole, digests) == []
     gguf_export.write_file(tmp_path, less, lambda size: None)
     assert find_differences(tmp_path / "less.gguf", whole, digests) == [
-        f"{tensors[0].name}: not in the file"
+        f"{tensors[0].name}: not in the files"
     ]
     assert find_differences(tmp_path / "whole.gguf", less, digests) == [
-        f"{tensors[0].name}: in the file, but not in the model"
+        f"{tensors[0].name}: in the files, but not in the model"
     ]
 
 

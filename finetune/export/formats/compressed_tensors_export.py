@@ -279,11 +279,9 @@ class CompressedPlan:
 
 def describe_cost(plain: MergedScore, quantized: MergedScore, rows: ComparisonRows) -> str:
     """Describes in a sentence how much worse the quantized model is on `rows`."""
-    kind = "held-out" if rows.held_out else "training"
     return (
-        f"On {len(rows)} {kind} rows ({rows.labeled_tokens:,} labeled tokens) its loss is "
-        f"{quantized.loss:.4f}, beside {plain.loss:.4f} of the unquantized model; KL divergence "
-        f"{quantized.divergence:.2g} a token."
+        f"On {rows.description} its loss is {quantized.loss:.4f}, beside {plain.loss:.4f} of "
+        f"the unquantized model; KL divergence {quantized.divergence:.2g} a token."
     )
 
 

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import xxhash
 
-import finetune
 from finetune.constants import Shape, round_up
 from finetune.errors import UserError
 from finetune.export.formats.gguf_model import FileTensor
+from finetune.export.reload_process import make_python_path
 from finetune.export.target import prefetch, raw_bytes
-from finetune.export.write import fill_file, make_file
+from finetune.export.write import fill_file, find_misfits, make_file
 
 ALIGNMENT: int = gguf.GGUF_DEFAULT_ALIGNMENT
 Kind = gguf.GGMLQuantizationType  # the type of one tensor
@@ -191,25 +191,19 @@ def find_differences(path: Path, file: PlannedFile, written: dict[str, str]) -> 
     Returns:
         A sentence for each difference; [] if there is none.
     """
-    expected = {tensor.name: (tensor.shape, kind) for tensor, kind in file.tensors}
-    in_file = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
-    problems = [f"{name}: not in the file" for name in expected if name not in in_file]
-    problems += [
-        f"{name}: in the file, but not in the model" for name in in_file if name not in expected
+    expected = {tensor.name: (kind.name, tensor.shape) for tensor, kind in file.tensors}
+    tensors = gguf.GGUFReader(path).tensors
+    # A file lists the sizes of a tensor the other way round.
+    in_file = {
+        tensor.name: (tensor.tensor_type.name, tuple(int(size) for size in reversed(tensor.shape)))
+        for tensor in tensors
+    }
+    return find_misfits(expected, in_file) + [
+        f"{tensor.name}: differs from what was written"
+        for tensor in tensors
+        if in_file[tensor.name] == expected.get(tensor.name)
+        and xxhash.xxh3_128(_bytes_of(tensor.data)).hexdigest() != written[tensor.name]
     ]
-    for name, (shape, kind) in expected.items():
-        if name not in in_file:
-            continue
-        tensor = in_file[name]
-        # A file lists the sizes of a tensor the other way round.
-        file_shape = tuple(int(size) for size in reversed(tensor.shape))
-        if (file_shape, tensor.tensor_type) != (shape, kind):
-            problems.append(
-                f"{name}: {tensor.tensor_type.name} {file_shape}, not {kind.name} {shape}"
-            )
-        elif xxhash.xxh3_128(_bytes_of(tensor.data)).hexdigest() != written[name]:
-            problems.append(f"{name}: differs from what was written")
-    return problems
 
 
 def run_llama_cpp(
@@ -262,12 +256,10 @@ def _run_process(task: Mapping[str, Any], failure: str) -> None:
 
     Raises `UserError` if the process fails: `failure` with llama.cpp's first line on an error.
     """
-    package_parent = str(Path(finetune.__file__).parents[1])
-    python_path = os.pathsep.join(filter(None, [package_parent, os.environ.get("PYTHONPATH")]))
     process = subprocess.run(
         [sys.executable, "-m", "finetune.export.formats.gguf_file"],
         input=json.dumps(task),
-        env=os.environ | {"PYTHONPATH": python_path},
+        env=os.environ | {"PYTHONPATH": make_python_path()},
         capture_output=True,
         text=True,
         errors="replace",

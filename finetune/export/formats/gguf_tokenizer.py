@@ -291,16 +291,16 @@ def _find_special(tokenizer: Any, ends: Sequence[int]) -> dict[str, int]:
     return {name: token_id for name, token_id in ids.items() if token_id is not None}
 
 
-def _list_steps(pre_tokenizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Lists the steps of a pre-tokenizer in tokenizer.json, with nested sequences laid out flat.
+def _list_steps(section: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Lists the steps of a section of tokenizer.json, with nested sequences laid out flat.
 
-    Empty if there is no pre-tokenizer.
+    `section`: the pre-tokenizer or the normalizer; empty if it is None.
     """
-    if pre_tokenizer is None:
+    if section is None:
         return []
-    if pre_tokenizer["type"] != "Sequence":
-        return [pre_tokenizer]
-    inner = pre_tokenizer.get("pretokenizers", [])
+    if section["type"] != "Sequence":
+        return [section]
+    inner = section.get("pretokenizers") or section.get("normalizers") or []
     return [step for each in inner for step in _list_steps(each)]
 
 
@@ -337,7 +337,7 @@ def _name_pre_tokenizer(
             cuts.append(f"{step['type']} with other settings")
     all_cuts = " ".join(cuts)
     key = (all_cuts, bool(tokenizer_json["model"].get("ignore_merges")))
-    normalizers = {step["type"] for step in _list_normalizers(tokenizer_json.get("normalizer"))}
+    normalizers = {step["type"] for step in _list_steps(tokenizer_json.get("normalizer"))}
     if key in PRE_TOKENIZERS and normalizers in NORMALIZERS:
         return PRE_TOKENIZERS[key]
     after = ""
@@ -348,17 +348,6 @@ def _name_pre_tokenizer(
         f"({all_cuts[:60]!r}{after}); name its pre-tokenizer with --gguf-pre-tokenizer, or export "
         "safetensors"
     )
-
-
-def _list_normalizers(normalizer: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Lists the steps of a normalizer in tokenizer.json; [] if there is none."""
-    if normalizer is None:
-        return []
-    if normalizer["type"] == "Sequence":
-        inner = normalizer.get("normalizers")
-    else:
-        inner = [normalizer]
-    return list(inner or [])
 
 
 def _find_doubts(vocabulary: Mapping[str, int], pairs: set[tuple[str, ...]]) -> tuple[str, ...]:
