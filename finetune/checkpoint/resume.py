@@ -547,7 +547,7 @@ def compare_recipes(
         value_then = _add_new_defaults(name, then.get(name, _to_list(key.default)))
         before = dict(leaves(value_then, name))
         after = dict(leaves(now[name], name))
-        changes = deciding if key.same_on_resume else other
+        changes = other if key.may_change else deciding
         names_files = key.is_file_or_name or key.is_python_name or name in NESTED
         start = folder if names_files else None
         for leaf in before | after:

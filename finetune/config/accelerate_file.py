@@ -44,7 +44,14 @@ OTHER_SECTIONS = {
     "aws_config": "SageMaker is not supported; remove this section",
 }
 OTHER_TYPES = {"MEGATRON_LM": OTHER_SECTIONS["megatron_lm_config"]}
-DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+# distributed_type -> the layout. `_find_layout` changes FSDP's version 1 to fsdp1.
+LAYOUTS: dict[str, Layout] = {
+    "NO": "single",
+    "MULTI_GPU": "ddp",
+    "MULTI_CPU": "ddp",
+    "FSDP": "fsdp2",
+}
+DISTRIBUTED_TYPES = (*LAYOUTS, "DEEPSPEED")
 # Keys of fsdp_config without the prefix fsdp_ -> the launcher's environment variable for the key.
 FSDP_KEYS = {
     "version": "FSDP_VERSION",
@@ -182,8 +189,9 @@ def read_file(path: Path) -> Settings:
         for key, reason in OTHER_SECTIONS.items()
         if values.get(key)
     ]
+    places = dict(where)
     fsdp, mesh, fp8 = (
-        _read_section(values, section, prefix, keys, where, problems)
+        _read_section(values, section, prefix, keys, places, problems)
         for section, prefix, keys in SECTION_KEYS
     )
     if fp8 and values.get("mixed_precision") != "fp8":
@@ -227,7 +235,7 @@ def read_file(path: Path) -> Settings:
         num_machines=int(machines),
         fp8=fp8,
         translated=tuple(_list_ignored(mesh, fp8)),
-        places=_strip_prefixes(where),
+        places=places,
     )
     if translation is None:
         return settings
@@ -290,28 +298,6 @@ def _translate_section(
             reason = "it needs distributed_type: DEEPSPEED"
         problems.append(f"{where['deepspeed_config']}: deepspeed_config: {reason}")
     return None
-
-
-def _strip_prefixes(where: Mapping[str, str]) -> dict[str, str]:
-    """Returns the places with each key stripped of its section and of its prefix.
-
-    >>> _strip_prefixes(
-    ...     {
-    ...         "parallelism_config.parallelism_config_tp_size": "a.yaml:3",
-    ...         "fsdp_config.fsdp_version": "a.yaml:1",
-    ...     }
-    ... )
-    {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
-    """
-    places = {}
-    for name, place in where.items():
-        section, _, key = name.rpartition(".")  # outside sections `section` is ""
-        if section == "parallelism_config":
-            prefix = "parallelism_config_"
-        else:
-            prefix = section.removesuffix("config")  # fsdp_config has fsdp_, fp8_config fp8_
-        places[key.removeprefix(prefix)] = place
-    return places
 
 
 def _refuse_broken_json(path: Path) -> None:
@@ -391,7 +377,7 @@ def _read_section(
     name: str,
     prefix: str,
     known: set[str],
-    where: dict[str, str],
+    places: dict[str, str],
     problems: list[str],
 ) -> dict[str, Any]:
     """Reads a section of an Accelerate file.
@@ -401,7 +387,7 @@ def _read_section(
         name: The section, such as fsdp_config.
         prefix: The prefix that the section's keys may have.
         known: The section's known keys, without the prefix.
-        where: Key or `section.key` -> FILE:LINE.
+        places: Key or `section.key` -> FILE:LINE. The section's keys are added without the prefix.
         problems: A sentence is added to it for each mistake.
 
     Returns:
@@ -410,10 +396,10 @@ def _read_section(
     """
     section = values.get(name) or {}
     if not isinstance(section, dict):
-        problems.append(f"{where[name]}: {name}: a mapping is expected")
+        problems.append(f"{places[name]}: {name}: a mapping is expected")
         return {}
     settings = {str(key).removeprefix(prefix): value for key, value in section.items()}
-    places = {str(key).removeprefix(prefix): where[f"{name}.{key}"] for key in section}
+    places |= {str(key).removeprefix(prefix): places[f"{name}.{key}"] for key in section}
     for key in settings.keys() - known:
         close = difflib.get_close_matches(key, known, n=1)
         if key in IN_RECIPE:
@@ -503,14 +489,6 @@ def _read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
-
-# distributed_type -> the layout. `_find_layout` changes FSDP's version 1 to fsdp1.
-LAYOUTS: dict[str, Layout] = {
-    "NO": "single",
-    "MULTI_GPU": "ddp",
-    "MULTI_CPU": "ddp",
-    "FSDP": "fsdp2",
-}
 
 # The fields of `Sharding` in which --config and the launcher's settings must agree -> the field's
 # name in a message.

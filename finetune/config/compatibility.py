@@ -27,16 +27,12 @@ from finetune.config.rule import (
     is_quantized,
     is_set,
     make_rule,
+    no_effect,
 )
 from finetune.config.schema import Recipe
 from finetune.errors import UserError, install_command
 
-TRACKERS: Mapping[str, str] = {  # a value of report_to -> its package's import name
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "trackio": "trackio",
-}
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")  # values of report_to, and packages
 # The lowest compute capability with FP8: Ada's (L40S, RTX 4090), and under ROCm MI300's.
 CUDA_FP8 = (8, 9)
 HIP_FP8 = (9, 4)
@@ -169,11 +165,11 @@ def _has_reward(name: str, case: Case) -> bool:
     return name in case["rewards"]
 
 
-def _lacks_tracker(name: str, package: str, case: Case) -> bool:
-    """Whether report_to names the tracker `name` and its package is not installed."""
+def _lacks_tracker(name: str, case: Case) -> bool:
+    """Whether report_to names the tracker `name` and the package of this name is not installed."""
     report_to = case["report_to"]
     trackers = (report_to,) if isinstance(report_to, str) else report_to
-    return name in trackers and not case.machine.has_package(package)
+    return name in trackers and not case.machine.has_package(name)
 
 
 def _find_fp8_capability(case: Case) -> tuple[int, int]:
@@ -220,14 +216,14 @@ MACHINE: tuple[Rule, ...] = (
         make_rule(
             f"report_to: {name}",
             "report_to",
-            when=partial(_lacks_tracker, name, package),
+            when=partial(_lacks_tracker, name),
             message=f"report_to: {name}: its package is not installed",
             advice=(
                 f"{install_command(name)}, or set report_to: none (metrics.jsonl is always written)"
             ),
             fix={"report_to": "none"},
         )
-        for name, package in TRACKERS.items()
+        for name in TRACKERS
     ),
     *(
         _require_package(
@@ -367,13 +363,7 @@ MACHINE: tuple[Rule, ...] = (
         message="optim_offload: nvme needs Linux",
         advice="remove optim_offload",
     ),
-    make_rule(
-        "tf32 on a CPU",
-        "tf32",
-        when=lambda c: c["tf32"] and c.machine.device == "cpu",
-        message="tf32 has no effect on a CPU",
-        is_note=True,
-    ),
+    no_effect("tf32", "on a CPU", lambda c: c.machine.device == "cpu", is_note=True),
 )
 
 # The most important rules first: problems are reported in this order.

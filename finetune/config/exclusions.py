@@ -201,6 +201,10 @@ FEATURES: Mapping[str, Feature] = {
     "a dense model": _model_feature(
         "the dense model {name} ({model.model_type})", lambda c: not c.model.experts
     ),
+    "routers without an auxiliary loss": _model_feature(
+        "{name}, whose routers have no auxiliary loss ({model.model_type})",
+        lambda c: c.model.experts and not c.model.has_auxiliary_loss,
+    ),
     "a mixture of experts": _model_feature("a mixture of experts", lambda c: c.model.experts),
     "recurrent layers": _model_feature(
         "recurrent layers", lambda c: c.model.family.recurrence is not None
@@ -526,6 +530,7 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "no text": "it reads text alone",
         "use_liger_kernel": "Liger's kernels were not tried with its class",
     },
+    "routers without an auxiliary loss": {"router_aux_loss_coef": ""},
     "a dense model": {"router_aux_loss_coef": "", "routing_replay": "", "expert_parallel_size": ""},
     "a mixture of experts": {
         KEPT_PRODUCTS: "experts multiply matrices of the same sizes as attention's"

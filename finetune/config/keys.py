@@ -40,10 +40,10 @@ class ModulePatterns:
     """
 
 
-class SameOnResume:
-    """Marks a key that a resumed run must keep.
+class MayChange:
+    """Marks a key that a resumed run may change.
 
-    It decides the course of the run: data, model, batch or seed.
+    Any other key decides the course of the run: data, model or seed.
     """
 
 
@@ -70,7 +70,7 @@ class Key:
     is_file_or_name: bool  # marked FileOrName
     is_local_folder: bool  # marked LocalFolder
     is_python_name: bool  # marked PythonName
-    same_on_resume: bool  # marked SameOnResume
+    may_change: bool  # marked MayChange
     is_patterns: bool  # marked ModulePatterns
     read_as: ReadAs | None
 
@@ -103,7 +103,7 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
             is_file_or_name=FileOrName in metadata,
             is_local_folder=LocalFolder in metadata,
             is_python_name=PythonName in metadata,
-            same_on_resume=SameOnResume in metadata,
+            may_change=MayChange in metadata,
             is_patterns=ModulePatterns in metadata,
             read_as=next((mark for mark in metadata if isinstance(mark, ReadAs)), None),
         )

@@ -4,7 +4,7 @@ from math import prod
 
 from finetune.config.layout import describe_sizes
 from finetune.config.model_rules import set_to_divisor
-from finetune.config.rule import Case, Rule, has_ep, has_pp, is_set, make_rule
+from finetune.config.rule import Case, Rule, has_ep, has_pp, make_rule, no_effect
 from finetune.config.yaml_file import COMMAND_LINE, LOAD_RECIPE
 from finetune.constants import ceil_div
 from finetune.units import counted
@@ -84,22 +84,6 @@ def _describe_unequal_numbers(case: Case) -> list[str]:
             f"other, or {name} to auto"
         )
     return messages
-
-
-def _require_checkpointing(key: str, reason: str, *, is_note: bool = False) -> Rule:
-    """Makes the rule that a key of the recipe needs activation checkpointing.
-
-    `reason`: what the key does with checkpointed layers, for the message.
-    """
-    return make_rule(
-        f"{key} without checkpointing",
-        key,
-        "fsdp_activation_checkpointing",
-        when=lambda c: is_set(key)(c) and not c.layout.activation_checkpointing,
-        message=lambda c: f"{key}: {reason}, but {c.layout.source} checkpoints no layer",
-        advice="set fsdp_activation_checkpointing: true there, or remove the key",
-        is_note=is_note,
-    )
 
 
 def _describe_ep_ranks(case: Case) -> str:
@@ -194,13 +178,8 @@ RULES: tuple[Rule, ...] = (
         advice="choose another size or number of ranks",
         fix=NO_PIPELINE,
     ),
-    make_rule(
-        "schedule without a pipeline",
-        "pipeline_schedule",
-        when=lambda c: is_set("pipeline_schedule")(c) and not has_pp(c),
-        is_note=True,
-        message="pipeline_schedule has no effect: pipeline_parallel_size is 1",
-        advice="remove it",
+    no_effect(
+        "pipeline_schedule", "without pipeline_parallel_size", lambda c: not has_pp(c), is_note=True
     ),
     make_rule(
         "streaming to a pipeline's reference",
@@ -215,12 +194,19 @@ RULES: tuple[Rule, ...] = (
         fix={"streaming": False},
     ),
     # Activation checkpointing
-    _require_checkpointing(
-        "activation_checkpointing_keeps", "it says what checkpointed layers keep"
-    ),
-    _require_checkpointing("activation_offload", "it offloads what checkpointed layers keep"),
-    _require_checkpointing(
-        "activation_checkpointing_every", "it says which layers are checkpointed", is_note=True
+    *(
+        no_effect(
+            key,
+            "without fsdp_activation_checkpointing: true in {layout.source}",
+            lambda c: not c.layout.activation_checkpointing,
+            "fsdp_activation_checkpointing",
+            is_note=key == "activation_checkpointing_every",
+        )
+        for key in (
+            "activation_checkpointing_keeps",
+            "activation_offload",
+            "activation_checkpointing_every",
+        )
     ),
     # The rows of a step
     make_rule(

@@ -14,7 +14,6 @@ from finetune.config.methods import (
     METHODS,
     MOST_LABELS,
     MULTI_LABEL,
-    NO_CORRECTION,
     POINTWISE,
     POLICY_LOSSES,
     ROWS,
@@ -39,14 +38,11 @@ from finetune.config.rule import (
 def _refuse_under_other_methods(key: str) -> Rule:
     """Makes the rule that only the methods that read `key` may set it."""
     methods = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
-    return make_rule(
-        f"{key} with another method",
+    return no_effect(
         key,
+        f"with method: {{method}}; it is for {methods}",
+        lambda case: key not in case.method_facts.keys,
         "method",
-        when=all_of(is_set(key), lambda case: key not in case.method_facts.keys),
-        message=lambda case: (
-            f"{key} has no effect with method: {case['method']}; it is for {methods}"
-        ),
     )
 
 
@@ -152,11 +148,6 @@ SEQUENCE_CORRECTIONS = {
 }
 
 
-def _describe_unbounded_correction(name: str) -> str:
-    """Says why no ratio is bounded: `name` is "none", or a correction without bounds."""
-    return "without a correction" if name == NO_CORRECTION else f"with {name}, which has no bounds"
-
-
 def _has_unbounded_correction(case: Case) -> bool:
     """Whether no bound applies to the ratio of training to sampling probabilities.
 
@@ -200,6 +191,22 @@ def _require_distinct_names(key: str) -> Rule:
             "both"
         ),
         advice="rename one of them",
+    )
+
+
+def _require_one_each(key: str, of_key: str) -> Rule:
+    """Makes the rule that the list `key`, if set, has a number for each entry of `of_key`."""
+    return make_rule(
+        f"a number of {key} for each of {of_key}",
+        key,
+        of_key,
+        when=lambda case: (
+            is_set(key)(case)
+            and key in case.method_facts.keys
+            and len(case[key]) != len(case[of_key])
+        ),
+        message=lambda case: f"{key}: {len(case[key])} numbers for {len(case[of_key])} {of_key}",
+        advice="give one for each",
     )
 
 
@@ -276,14 +283,12 @@ RULES: tuple[Rule, ...] = (
         for entry in ("datasets", "eval_datasets")
         for key in COLUMN_KEYS
     ),
-    make_rule(
-        "label_smoothing with another loss",
+    no_effect(
         "label_smoothing",
+        "with loss_type: {loss_type}",
+        lambda c: c["loss_type"] != "sigmoid",
         "loss_type",
         "method",
-        when=lambda c: c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
-        message="label_smoothing has no effect with loss_type: {loss_type}",
-        advice="remove it",
     ),
     make_rule(
         "label_smoothing of half the pairs",
@@ -297,16 +302,12 @@ RULES: tuple[Rule, ...] = (
         advice="a number below 0.5 is expected",
     ),
     *(
-        make_rule(
-            f"{key} without labels",
+        no_effect(
             key,
+            "with distill_alpha: 1, which gives the cross entropy no weight",
+            lambda c: c.method_facts.needs_teacher and c["distill_alpha"] == 1,
             "distill_alpha",
             "method",
-            when=all_of(
-                lambda c: c.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)
-            ),
-            message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
-            advice="set distill_alpha below 1, or remove it",
         )
         for key in LABEL_KEYS
     ),
@@ -378,16 +379,7 @@ RULES: tuple[Rule, ...] = (
         message="step_separator: empty text has no token at which a step could be scored",
         advice="name one, or remove it",
     ),
-    make_rule(
-        "a weight for each class",
-        "class_weights",
-        "labels",
-        when=lambda c: c["class_weights"] and len(c["class_weights"]) != len(c["labels"]),
-        message=lambda c: (
-            f"class_weights: {len(c['class_weights'])} numbers for {len(c['labels'])} labels"
-        ),
-        advice="give each label one",
-    ),
+    _require_one_each("class_weights", "labels"),
     make_rule(
         "weights of classes that weigh nothing",
         "class_weights",
@@ -519,20 +511,7 @@ RULES: tuple[Rule, ...] = (
         lambda c: not c["environment"],
         "environment",
     ),
-    make_rule(
-        "a weight for each reward",
-        "reward_weights",
-        "rewards",
-        when=lambda c: (
-            samples(c)
-            and c["reward_weights"] is not None
-            and len(c["reward_weights"]) != len(c["rewards"])
-        ),
-        message=lambda c: (
-            f"reward_weights: {len(c['reward_weights'])} numbers for {len(c['rewards'])} rewards"
-        ),
-        advice="give one for each",
-    ),
+    _require_one_each("reward_weights", "rewards"),
     make_rule(
         "loss_type of another method",
         "loss_type",
@@ -579,16 +558,11 @@ RULES: tuple[Rule, ...] = (
         lambda c: samples(c) and _has_bound(c, "weight"),
         "loss_type",
     ),
-    make_rule(
-        "scale_rewards without groups",
+    no_effect(
         "scale_rewards",
+        "with loss_type: {loss_type}, which has a baseline of its own",
+        lambda c: samples(c) and _find_baseline(c) != "group",
         "loss_type",
-        when=lambda c: samples(c) and is_set("scale_rewards")(c) and _find_baseline(c) != "group",
-        message=(
-            "scale_rewards has no effect with loss_type: {loss_type}, which has a baseline of its "
-            "own"
-        ),
-        advice="remove it",
     ),
     make_rule(
         "a correction of tokens in sums",
@@ -616,23 +590,14 @@ RULES: tuple[Rule, ...] = (
         "importance_sampling_clip_max: {importance_sampling_clip_max}",
         advice="lower it",
     ),
-    make_rule(
-        "bounds of no correction",
-        "importance_sampling_clip_max",
-        "importance_sampling_correction",
-        when=lambda c: (
-            samples(c)
-            and _has_unbounded_correction(c)
-            and (
-                is_set("importance_sampling_clip_max")(c)
-                or is_set("importance_sampling_clip_min")(c)
-            )
-        ),
-        message=lambda c: (
-            "importance_sampling_clip_max and importance_sampling_clip_min have no effect "
-            + _describe_unbounded_correction(c["importance_sampling_correction"])
-        ),
-        advice="set importance_sampling_correction: token_truncate, or remove them",
+    *(
+        no_effect(
+            key,
+            "without an importance_sampling_correction that has bounds, such as token_truncate",
+            lambda c: samples(c) and _has_unbounded_correction(c),
+            "importance_sampling_correction",
+        )
+        for key in ("importance_sampling_clip_max", "importance_sampling_clip_min")
     ),
     make_rule(
         "a punishment without its tokens",
@@ -666,20 +631,11 @@ RULES: tuple[Rule, ...] = (
         ),
         advice="set 1",
     ),
-    make_rule(
-        "importance_sampling_level of sums",
+    no_effect(
         "importance_sampling_level",
+        "with loss_type: {loss_type}, which has ratios of its own",
+        lambda c: samples(c) and (_has_one_ratio(c) or _has_bound(c, "difference")),
         "loss_type",
-        when=lambda c: (
-            samples(c)
-            and is_set("importance_sampling_level")(c)
-            and (_has_one_ratio(c) or _has_bound(c, "difference"))
-        ),
-        message=lambda c: (
-            f"importance_sampling_level has no effect with loss_type: {c['loss_type']}, whose "
-            f"ratio is {'the sequence' if _has_one_ratio(c) else 'each token'}'s"
-        ),
-        advice="remove it",
     ),
     make_rule(
         "a scale beside Dr. GRPO",

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import Field
 
 from finetune.config.judge import Judge, is_judge, read_judge
-from finetune.config.keys import FileOrName, Positive, PythonName, SameOnResume
+from finetune.config.keys import FileOrName, MayChange, Positive, PythonName
 from finetune.config.reward_names import (
     SERVED_ENVIRONMENTS,
     SHIPPED_REWARDS,
@@ -123,7 +123,6 @@ class RolloutKeys:
         tuple[str, ...],
         PythonName,
         FileOrName,
-        SameOnResume,
         "What a completion is worth: functions of files of yours, such as my_rewards.py:right, "
         "with TRL's arguments; reward models, by folder or hub name, which score the "
         "conversation; a model behind an OpenAI-compatible server, as {url: http://localhost:8000, "
@@ -134,14 +133,12 @@ class RolloutKeys:
     tools: Annotated[
         tuple[str, ...],
         PythonName,
-        SameOnResume,
         "What the model may call before it answers: functions of files of yours, such as "
         "my_tools.py:multiply, with type hints and a docstring that describes each argument, as "
         "TRL's. Their results are part of the completion and are not trained on.",
     ] = ()
     max_tool_calling_iterations: Annotated[
         Positive | None,
-        SameOnResume,
         (
             "How many turns of a completion may call tools; null: as many as max_completion_length "
             "has room for."
@@ -150,7 +147,6 @@ class RolloutKeys:
     environment: Annotated[
         dict[str, str] | str | None,
         PythonName,
-        SameOnResume,
         "The world that a completion acts in: a class of a file of yours, such as "
         "my_game.py:Game, with TRL's methods: reset gets the row, the other public ones are "
         "tools, and get_reward says what the completion is worth; or openenv:http://HOST:PORT, an "
@@ -158,29 +154,26 @@ class RolloutKeys:
     ] = None
     environment_processes: Annotated[
         Positive,
+        MayChange,
         "The number of processes that the environments of a step are divided among. A process "
         "answers one call at a time; if it ends, its environments end with it.",
     ] = 8
     reward_weights: Annotated[
         tuple[float, ...] | None,
-        SameOnResume,
         "A weight for each entry of rewards, with which they are summed; null: each has 1.",
     ] = None
     num_generations: Annotated[
         Positive,
-        SameOnResume,
         "Completions of each prompt, which are compared with each other: a group. A step samples "
         "them for global_batch_size prompts.",
     ] = 8
     max_completion_length: Annotated[
         Positive,
-        SameOnResume,
         "The largest number of tokens in a completion. With its prompt it has at most max_length; "
         "longer prompts are dropped, and counted.",
     ] = 256
     num_iterations: Annotated[
         Positive,
-        SameOnResume,
         (
             "How often the completions of a step are trained on, an optimizer step each time (mu "
             "in the GRPO paper)."
@@ -188,7 +181,6 @@ class RolloutKeys:
     ] = 1
     steps_per_generation: Annotated[
         Positive,
-        SameOnResume,
         (
             "The steps whose completions are sampled together, from the same weights; each trains "
             "on its own share."
@@ -196,67 +188,64 @@ class RolloutKeys:
     ] = 1
     max_num_gen_batches: Annotated[
         Positive,
-        SameOnResume,
         "How often a step may sample until it has global_batch_size groups whose rewards differ: "
         "groups without signal are dropped, and other prompts take their places (DAPO's dynamic "
         "sampling). 1: none is dropped.",
     ] = 1
     per_device_generation_batch_size: Annotated[
         Positive,
+        MayChange,
         "Completions that a rank samples at once; the next begin when all of these have ended. "
         "Sets the memory of the key-value cache.",
     ] = 64
     vllm_server_base_url: Annotated[
         str | tuple[str, ...] | None,
+        MayChange,
         "The vLLM server, or servers, that sample in place of the model in training, such as "
         "http://localhost:8000; several divide the prompts. They read the weights of each step "
         "from output_dir, so that all see the same files; docs/online.md has their command.",
     ] = None
     vllm_server_timeout: Annotated[
-        float, Gt(0), "How many seconds the server may take for a completion, or to load weights."
+        float,
+        Gt(0),
+        MayChange,
+        "How many seconds the server may take for a completion, or to load weights.",
     ] = 600.0
     max_staleness: Annotated[
         int,
         Ge(0),
-        SameOnResume,
         "How many generations ahead of training the server samples: the completions of step n come "
         "from the weights before step n - max_staleness, or later ones.",
     ] = 0
     routing_replay: Annotated[
         bool,
-        SameOnResume,
         "Whether training uses the experts that a mixture chose for each token while it sampled "
         "(R3, arXiv 2510.11370); their weights are computed again.",
     ] = False
     in_flight: Annotated[
         Literal["keep", "restart"],
-        SameOnResume,
         "What becomes of completions that are being sampled when the weights change: they "
         "continue from where they are under the new ones, or begin again.",
     ] = "keep"
     scale_rewards: Annotated[
         Literal["group", "batch", "none"],
-        SameOnResume,
         "What the difference of a reward from its baseline is divided by: the standard deviation "
         "in its group, in the step, or nothing.",
     ] = "group"
     epsilon: Annotated[
         float,
         Gt(0),
-        SameOnResume,
         "How far below 1 the loss follows the probability ratio, and how far above 1 if "
         "epsilon_high is null; with loss_type: dppo how far the probability itself may have moved.",
     ] = 0.2
     epsilon_high: Annotated[
         float | None,
         Gt(0),
-        SameOnResume,
         "How far above 1 the loss follows the probability ratio; with loss_type: cispo the largest "
         "ratio itself.",
     ] = None
     importance_sampling_level: Annotated[
         Literal["token", "sequence"],
-        SameOnResume,
         (
             "What has a probability ratio: each token, or the sequence, as the geometric mean of "
             "its tokens' (GSPO)."
@@ -264,38 +253,34 @@ class RolloutKeys:
     ] = "token"
     importance_sampling_correction: Annotated[
         CorrectionName,
-        SameOnResume,
         "How the loss is corrected where sampling and training compute different probabilities: "
         "it is multiplied by their ratio, of each token or of the sequence, truncated at "
         "importance_sampling_clip_max, or 0 beyond it; geometric_mask drops completions whose mean "
         "ratio is beyond it, and decoupled has no bound.",
     ] = "none"
     importance_sampling_clip_max: Annotated[
-        float, Gt(0), SameOnResume, "The largest ratio that importance_sampling_correction follows."
+        float, Gt(0), "The largest ratio that importance_sampling_correction follows."
     ] = 3.0
     importance_sampling_clip_min: Annotated[
         float | None,
         Gt(0),
-        SameOnResume,
         "The smallest ratio that importance_sampling_correction follows; null: there is none.",
     ] = None
     soft_punish_cache: Annotated[
         int | None,
         Gt(0),
-        SameOnResume,
         (
             "The last tokens before max_completion_length, over which the reward "
             "soft_overlong_punishment falls to -1."
         ),
     ] = None
     mask_truncated_completions: Annotated[
-        bool,
-        SameOnResume,
-        "Learn nothing from completions that max_completion_length has cut (DAPO).",
+        bool, "Learn nothing from completions that max_completion_length has cut (DAPO)."
     ] = False
     log_completions: Annotated[
         int,
         Ge(0),
+        MayChange,
         (
             "The number of prompts in a step whose completions are written to completions.jsonl, "
             "with their rewards."
@@ -304,13 +289,13 @@ class RolloutKeys:
     reward_timeout_seconds: Annotated[
         float,
         Gt(0),
+        MayChange,
         "How long each reward may take for what is sampled together, and the tools of a turn or "
         "the resets of a step; they run in processes of their own. Their files have as long to "
         "load, and at least a minute.",
     ] = 60.0
     on_bad_reward: Annotated[
         Literal["error", "zero"],
-        SameOnResume,
         "What is done where a reward raises, takes too long, ends its process or is no finite "
         "number: the run ends, or it is 0 and counted. Where a tool or an environment takes too "
         "long, ends its process or says too much: the run ends, or the model reads so in place of "
@@ -712,14 +697,11 @@ class Method:
     """The recipe's keys that choose a training method and set its loss."""
 
     method: Annotated[
-        MethodName,
-        SameOnResume,
-        "; ".join(f"{name}: {facts.says}" for name, facts in METHODS.items()) + ".",
+        MethodName, "; ".join(f"{name}: {facts.says}" for name, facts in METHODS.items()) + "."
     ] = DEFAULT_METHOD
     beta: Annotated[
         float,
         Ge(0),
-        SameOnResume,
         "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds "
         "ratio; simpo: the scale of the rewards; grpo: the weight of the KL divergence from the "
         "reference, 0 unless it is given; ppo: each token's log-ratio to the reference, times "
@@ -727,7 +709,6 @@ class Method:
     ] = 0.1
     loss_type: Annotated[
         LossName,
-        SameOnResume,
         "dpo: the loss of a pair; sigmoid is the paper's. grpo, on_policy_distill: of sampled "
         f"completions, {DEFAULT_POLICY_LOSS} unless it is given; docs/online.md has the papers. "
         f"ppo: what its losses are averaged over, as in {DEFAULT_POLICY_LOSS} or grpo. "
@@ -735,35 +716,23 @@ class Method:
         f"of a query's documents; {POINTWISE} unless it is given.",
     ] = "sigmoid"
     rpo_alpha: Annotated[
-        float | None,
-        Gt(0),
-        SameOnResume,
-        "dpo: add the cross entropy of the chosen answers, times this (RPO).",
+        float | None, Gt(0), "dpo: add the cross entropy of the chosen answers, times this (RPO)."
     ] = None
     simpo_gamma: Annotated[
-        float,
-        Ge(0),
-        SameOnResume,
-        "simpo: how much larger the reward of the chosen answer should be.",
+        float, Ge(0), "simpo: how much larger the reward of the chosen answer should be."
     ] = 0.5
-    desirable_weight: Annotated[
-        float, Ge(0), SameOnResume, "kto: the weight of answers rated good."
-    ] = 1.0
-    undesirable_weight: Annotated[
-        float, Ge(0), SameOnResume, "kto: the weight of answers rated bad."
-    ] = 1.0
+    desirable_weight: Annotated[float, Ge(0), "kto: the weight of answers rated good."] = 1.0
+    undesirable_weight: Annotated[float, Ge(0), "kto: the weight of answers rated bad."] = 1.0
     teacher_model_name_or_path: Annotated[
         str | None,
         FileOrName,
-        SameOnResume,
         "The teacher of a distillation, with the same tokenizer and vocabulary.",
     ] = None
     teacher_model_revision: Annotated[
-        str | None, SameOnResume, "The hub revision of teacher_model_name_or_path."
+        str | None, "The hub revision of teacher_model_name_or_path."
     ] = None
     teacher_load_in_4bit: Annotated[
         bool,
-        SameOnResume,
         (
             "Keep the teacher's linear layers in 4 bits (nf4, double quantization); needs "
             "bitsandbytes."
@@ -773,14 +742,12 @@ class Method:
         float,
         Ge(0),
         Le(1),
-        SameOnResume,
         "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized "
         "Jensen-Shannon divergence.",
     ] = 0.5
     temperature: Annotated[
         float,
         Gt(0),
-        SameOnResume,
         "What logits are divided by: distill: those of teacher and student; grpo, ppo, "
         "on_policy_distill: all, in sampling and in training; embed: the cosines of a query and "
         "the documents, by 0.05 unless it is given.",
@@ -788,7 +755,6 @@ class Method:
     distill_top_k: Annotated[
         int | None,
         Gt(0),
-        SameOnResume,
         "distill: ask the teacher once, before training: at each trained token its k likeliest "
         "tokens are stored in files, and the divergence is over them and all others together. "
         "null: ask it in each step.",
@@ -797,7 +763,6 @@ class Method:
         float,
         Gt(0),
         Le(1),
-        SameOnResume,
         (
             "distill: the weight of the divergence; the rest is the weight of the labels' cross "
             "entropy."
@@ -807,48 +772,41 @@ class Method:
         float,
         Ge(0),
         Le(1),
-        SameOnResume,
         "ppo: the discount: the factor of a reward for each token that it comes later.",
     ] = 1.0
     lam: Annotated[
         float,
         Ge(0),
         Le(1),
-        SameOnResume,
         "ppo: how far advantages trust rewards over the critic's values: 1 compares a token's "
         "value with all that follows, 0 with the next value alone (GAE).",
     ] = 0.95
     vf_coef: Annotated[
-        float, Ge(0), SameOnResume, "ppo: the weight of the critic's loss beside the policy's."
+        float, Ge(0), "ppo: the weight of the critic's loss beside the policy's."
     ] = 0.1
     cliprange_value: Annotated[
         float,
         Gt(0),
-        SameOnResume,
         "ppo: how far a value may move from the one at sampling before its loss has no gradient.",
     ] = 0.2
     center_rewards_coefficient: Annotated[
         float | None,
         Gt(0),
-        SameOnResume,
         "reward: add the square of the two scores' sum, times this, so that scores lie around zero "
         "(Eisenstein et al. 2023).",
     ] = None
     class_weights: Annotated[
         tuple[float, ...],
-        SameOnResume,
         "classify: a weight for each of labels, by which the losses of rows of this class are "
         "multiplied; the sum is still divided by the number of rows. Empty: each has 1.",
     ] = ()
     matryoshka_dims: Annotated[
         tuple[Positive, ...],
-        SameOnResume,
         "embed: the loss is the sum of the losses of embeddings cut to each of these lengths, such "
         "as [1024, 256, 64] (Kusupati et al. 2022). Empty: embeddings are not cut.",
     ] = ()
     mask_token: Annotated[
         str | int | None,
-        SameOnResume,
         "masked_diffusion: the token that stands in a masked one's place, as text or as its id; "
         "added_tokens adds one. null: the tokenizer's own mask token.",
     ] = None
@@ -856,54 +814,44 @@ class Method:
         float,
         Gt(0),
         Lt(1),
-        SameOnResume,
         "masked_diffusion: the smallest probability with which a document's tokens are masked. "
         "In each step one is drawn for each document, uniform up to 1, and its losses are divided "
         "by it.",
     ] = 1e-3
     exit_layers: Annotated[
         LayerNumbers,
-        SameOnResume,
         "early_exit: the layers, from 0, after which the answers are scored beside the model's "
         "output: a list, or a slice such as '::4'. Empty: none.",
     ] = "::4"
     exit_curriculum: Annotated[
         Literal["none", "rotational", "gradual"],
-        SameOnResume,
         "early_exit: none scores all of exit_layers in each step; rotational moves them by one "
         "layer in each step, around the model; gradual adds one after another from the last, up to "
         "half the run.",
     ] = "rotational"
     exit_weights: Annotated[
         ExitWeights,
-        SameOnResume,
         "early_exit: the weight of each exit's loss, by the number l of layers up to it: "
         + "; ".join(f"{name}: {says}" for name, says in EXIT_WEIGHTS.items())
         + ". They are divided by their sum.",
     ] = "sum"
     exit_scale: Annotated[
-        float,
-        Ge(0),
-        SameOnResume,
-        "early_exit: the factor of the weight of each exit but the model's output.",
+        float, Ge(0), "early_exit: the factor of the weight of each exit but the model's output."
     ] = 1.0
     layer_dropout: Annotated[
         float,
         Ge(0),
         Lt(1),
-        SameOnResume,
         "early_exit: the probability with which a document skips the last layer in a step; "
         "layer_dropout_schedule gives that of the layers before it.",
     ] = 0.0
     layer_dropout_layers: Annotated[
         LayerNumbers,
-        SameOnResume,
         "early_exit: the layers, from 0, that documents may skip: a list, or a slice such as "
         "'1::2'.",
     ] = ":"
     layer_dropout_schedule: Annotated[
         Literal["uniform", "exp", "linear", "log", "sin", "sigmoid"],
-        SameOnResume,
         "early_exit: how the probability grows from 0 at the first layer to layer_dropout at the "
         "last: exp, as in the paper, by 2 to the power of the layer's share of the model's depth, "
         "less 1; uniform: the same everywhere.",

@@ -575,19 +575,6 @@ RULES: tuple[Rule, ...] = (
         advice="name smaller lengths",
     ),
     make_rule(
-        "no auxiliary loss in the family",
-        "router_aux_loss_coef",
-        when=lambda c: (
-            c["router_aux_loss_coef"] and c.model.experts and not c.model.has_auxiliary_loss
-        ),
-        message=(
-            "router_aux_loss_coef: {name} is a mixture of experts whose routers have no "
-            "auxiliary loss ({model.model_type})"
-        ),
-        advice="remove it",
-        fix={"router_aux_loss_coef": None},
-    ),
-    make_rule(
         "family of a pipeline",
         "pipeline_parallel_size",
         when=lambda c: has_pp(c) and (not c.model.family.has_pipeline or c.model.vision),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.config.keys import LocalFolder, Positive, ReadAs, SameOnResume
+from finetune.config.keys import LocalFolder, MayChange, Positive, ReadAs
 from finetune.config.schedules import (
     ARGUMENTS_HELP,
     DEFAULT_SCHEDULE,
@@ -377,35 +377,39 @@ class Optimization:
     """The recipe's keys of the optimizer, its schedule, and how the loss is changed in training."""
 
     num_train_epochs: Annotated[
-        float, Gt(0), Le(1_000_000), SameOnResume, "How often the data is gone through."
+        float, Gt(0), Le(1_000_000), "How often the data is gone through."
     ] = 1.0
     max_steps: Annotated[
         Positive | None,
-        SameOnResume,
         ReadAs(-1, None),
         (
             "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: "
             "num_train_epochs decides."
         ),
     ] = None
-    learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
+    learning_rate: Annotated[float, Gt(0), MayChange, "The peak learning rate."] = 2e-5
     lr_scheduler_type: Annotated[
-        ScheduleName, *(ReadAs(short, name) for short, name in SHORT_NAMES.items()), SCHEDULE_HELP
+        ScheduleName,
+        *(ReadAs(short, name) for short, name in SHORT_NAMES.items()),
+        MayChange,
+        SCHEDULE_HELP,
     ] = DEFAULT_SCHEDULE
-    lr_scheduler_kwargs: Annotated[dict[str, float | str] | None, ARGUMENTS_HELP] = None
+    lr_scheduler_kwargs: Annotated[dict[str, float | str] | None, MayChange, ARGUMENTS_HELP] = None
     min_lr_ratio: Annotated[
-        float, Ge(0), Le(1), "The schedule ends at learning_rate times this."
+        float, Ge(0), Le(1), MayChange, "The schedule ends at learning_rate times this."
     ] = 0.0
     warmup_ratio: Annotated[
         float,
         Ge(0),
         Le(1),
+        MayChange,
         "The share of the steps that warm up; ignored where warmup_steps is set.",
     ] = 0.03
-    warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
-    optim: Annotated[OptimizerName, OPTIMIZER_HELP] = DEFAULT_OPTIMIZER
+    warmup_steps: Annotated[int | None, Ge(0), MayChange, "The steps that warm up."] = None
+    optim: Annotated[OptimizerName, MayChange, OPTIMIZER_HELP] = DEFAULT_OPTIMIZER
     optim_offload: Annotated[
         Literal["none", "nvme"],
+        MayChange,
         "Where the optimizer's state is. none: in memory. nvme: its moments, and fp32 master "
         "weights where mixed_precision is on, are in files under offload_dir; a step reads and "
         f"writes them one decoder layer after another. Under FSDP2, with {KEPT_IN_FILES}.",
@@ -413,22 +417,25 @@ class Optimization:
     offload_dir: Annotated[
         str | None,
         LocalFolder,
+        MayChange,
         "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end "
         "with the run; a checkpoint needs none of them.",
     ] = None
     weight_decay: Annotated[
         float,
         Ge(0),
+        MayChange,
         "Weight decay, on matrices only: not on norms and biases, nor on A_log and time_mix "
         f"parameters of recurrent layers; decoupled, except with {COUPLED_DECAY}.",
     ] = 0.0
-    adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
-    adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
-    adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8
+    adam_beta1: Annotated[float, Ge(0), Lt(1), MayChange, "Decay of the first moment."] = 0.9
+    adam_beta2: Annotated[float, Ge(0), Lt(1), MayChange, "Decay of the second moment."] = 0.999
+    adam_epsilon: Annotated[float, Gt(0), MayChange, "Added to the root of the second moment."] = (
+        1e-8
+    )
     neftune_noise_alpha: Annotated[
         float | None,
         Gt(0),
-        SameOnResume,
         "NEFTune: uniform noise on the embeddings while training, at most this over the root of "
         "the document's tokens times the hidden size.",
     ] = None
@@ -436,35 +443,36 @@ class Optimization:
         float,
         Ge(0),
         Lt(1),
-        SameOnResume,
         "The share of each label that is spread evenly over the vocabulary, as in torch's "
         "cross_entropy; the held-out loss is without it.",
     ] = 0.0
     token_loss: Annotated[
         Literal["cross_entropy", "dft", "eaft"],
-        SameOnResume,
         "The weight of a trained token's cross entropy, which gets no gradient. cross_entropy: 1; "
         "dft: the token's probability; eaft: the entropy of the 20 likeliest tokens, divided by 3. "
         "The held-out loss is without it.",
     ] = "cross_entropy"
-    eaft_alpha: Annotated[
-        float, Gt(0), SameOnResume, "token_loss: eaft: the exponent of the weight."
-    ] = 1.0
+    eaft_alpha: Annotated[float, Gt(0), "token_loss: eaft: the exponent of the weight."] = 1.0
     optim_in_backward: Annotated[
         bool,
+        MayChange,
         "Update each parameter in the backward, as soon as its gradient is complete, and free the "
         "gradient: the gradients of the whole model are never in memory together. For steps of "
         "one micro-batch, with max_grad_norm: null, in one process or under FSDP2.",
     ] = False
     max_grad_norm: Annotated[
-        float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."
+        float | None,
+        Gt(0),
+        MayChange,
+        "The gradient is scaled down to this norm; null: no clipping.",
     ] = 1.0
     on_nonfinite: Annotated[
         Literal["stop", "skip"],
+        MayChange,
         "What is done at a step whose loss or gradient is not finite: the update is never made.",
     ] = "stop"
     max_skipped_steps: Annotated[
-        Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."
+        Positive, MayChange, "Under on_nonfinite: skip, stop the run after this many skipped steps."
     ] = 10
 
     def schedule(self, steps: int) -> Schedule:

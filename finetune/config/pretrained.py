@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -368,6 +369,24 @@ def _is_flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _is_block_size(value: Any) -> bool:
+    return isinstance(value, int) and 1 < value <= LARGEST_RANK
+
+
+def _is_pattern_of(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_valid, value.values()))
+
+
+LARGEST_RANK = 1 << 16  # of a rank in adapter_config.json, and of OFT's block size
+RANK_TIMES = 30  # such a rank is at most this many times the largest in the adapter's file
 NAMES = "a list of names"
 # Optional keys of adapter_config.json -> (the check of a value, what it expects in words).
 ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -379,9 +398,23 @@ ADAPTER_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "lora_dropout": (_is_dropout, "a number from 0 to below 1"),
     "use_rslora": (_is_flag, "true or false"),
     "use_dora": (_is_flag, "true or false"),
+    "rank_pattern": (
+        partial(_is_pattern_of, _is_rank),
+        "a mapping of modules to positive whole numbers",
+    ),
+    "alpha_pattern": (
+        partial(_is_pattern_of, _is_positive),
+        "a mapping of modules to positive numbers",
+    ),
 }
-LARGEST_RANK = 1 << 16  # of a rank in adapter_config.json, and of OFT's block size
-RANK_TIMES = 30  # such a rank is at most this many times the largest in the adapter's file
+# The same for the keys that each kind of adapter, a peft_type, must have.
+REQUIRED_VALUES: Mapping[str, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "LORA": {
+        "r": (_is_rank, "a positive whole number"),
+        "lora_alpha": (_is_positive, "a positive number"),
+    },
+    "OFT": {"oft_block_size": (_is_block_size, f"a number from 2 to {LARGEST_RANK:,}")},
+}
 
 
 def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
@@ -400,52 +433,20 @@ def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
             f"{where}: {NAMES_KEY}: its modules have the names of {config[NAMES_KEY]}, which alone "
             "opens it; name the folder that it was exported from"
         )
-    for key, (is_valid, expected) in ADAPTER_VALUES.items():
+    kind = config.get("peft_type")
+    required = REQUIRED_VALUES.get(str(kind))
+    if required is None:
+        raise UserError(
+            f"{where}: peft_type: {kind!r} is neither LORA nor OFT, the supported kinds"
+        )
+    for key, (is_valid, expected) in {**ADAPTER_VALUES, **required}.items():
         value = config.get(key)
-        if value is not None and not is_valid(value):
+        if not is_valid(value) and (value is not None or key in required):
             raise UserError(
                 f"{where}: {key}: {expected} is expected, not {value!r:.60}; copy it again"
             )
-    if config.get("peft_type") == "OFT":
-        _check_rotation(config, where)
-        return
-    if config.get("peft_type") != "LORA":
-        raise UserError(
-            f"{where}: peft_type: {config.get('peft_type')!r} is neither LORA nor OFT, the "
-            "supported kinds"
-        )
-    _check_scale(config, "r", "rank_pattern", _is_rank, where)
-    _check_scale(config, "lora_alpha", "alpha_pattern", _is_positive, where)
-    _check_ranks([config["r"], *(config.get("rank_pattern") or {}).values()], where)
-
-
-def _check_scale(
-    config: Mapping[str, Any],
-    key: str,
-    pattern_key: str,
-    is_valid: Callable[[Any], bool],
-    where: str,
-) -> None:
-    """Raises `UserError` unless the values of `key` and `pattern_key` in a config are valid.
-
-    `is_valid`: `_is_rank` or `_is_positive`. `where`: the path of the config.
-    """
-    number = "whole number" if is_valid is _is_rank else "number"
-    if not is_valid(config.get(key)):
-        raise UserError(f"{where}: {key}: a positive {number} is expected, not {config.get(key)!r}")
-    pattern = config.get(pattern_key) or {}
-    if not isinstance(pattern, dict) or not all(map(is_valid, pattern.values())):
-        raise UserError(
-            f"{where}: {pattern_key}: a mapping of modules to positive {number}s is expected"
-        )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < math.inf
-
-
-def _is_rank(value: Any) -> bool:
-    return isinstance(value, int) and value > 0
+    if kind == "LORA":
+        _check_ranks([config["r"], *(config.get("rank_pattern") or {}).values()], where)
 
 
 def _check_ranks(ranks: Iterable[int], where: str) -> None:
@@ -466,16 +467,6 @@ def _check_ranks(ranks: Iterable[int], where: str) -> None:
                 f"{where}: r: {rank:,}: more than {LARGEST_RANK:,}, which no adapter has; copy it "
                 "again"
             )
-
-
-def _check_rotation(config: Mapping[str, Any], where: str) -> None:
-    """Raises `UserError` unless the oft_block_size in an OFT adapter's config is a valid one."""
-    block = config.get("oft_block_size")
-    if not isinstance(block, int) or not 1 < block <= LARGEST_RANK:
-        raise UserError(
-            f"{where}: oft_block_size: a number from 2 to {LARGEST_RANK:,} is expected, not "
-            f"{block!r}; copy it again, or name another adapter"
-        )
 
 
 def _find_largest_rank(weights: Path) -> int | None:

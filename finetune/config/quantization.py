@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from finetune.config.keys import Positive, SameOnResume
+from finetune.config.keys import Positive
 from finetune.constants import FP32
 from finetune.errors import UserError, name_page
 
@@ -107,24 +107,18 @@ class Quantization:
 
     load_in_4bit: Annotated[
         bool,
-        SameOnResume,
         "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head "
         "stay in the compute dtype. Needs the bitsandbytes package; not under FSDP1.",
     ] = False
     load_in_8bit: Annotated[
-        bool,
-        SameOnResume,
-        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype.",
+        bool, "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype."
     ] = False
     bnb_4bit_quant_type: Annotated[
         Literal["nf4", "fp4"],
-        SameOnResume,
         "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4.",
     ] = "nf4"
     bnb_4bit_use_double_quant: Annotated[
-        bool,
-        SameOnResume,
-        "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter.",
+        bool, "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter."
     ] = False
 
     @property
@@ -141,7 +135,6 @@ class QuantizationAware:
 
     quantization_aware_training: Annotated[
         SchemeName | None,
-        SameOnResume,
         "Round the weights of linear layers, and the inputs where two numbers are named, in every "
         "forward as this scheme will: int8-int4 is inputs of 8 bits, scaled for each token, and "
         "weights of 4; mxfp4 and nvfp4 round both to 4-bit floats in blocks of 32 and 16; "
@@ -150,17 +143,13 @@ class QuantizationAware:
     ] = None
     qat_group_size: Annotated[
         Positive | None,
-        SameOnResume,
         (
             "Numbers of a weight's row that share one scale; null: the row. It must divide the "
             "inputs of every layer."
         ),
     ] = 32
     fake_quant_after_n_steps: Annotated[
-        int,
-        Ge(0),
-        SameOnResume,
-        "Round only after this many optimizer steps, when the weights have settled.",
+        int, Ge(0), "Round only after this many optimizer steps, when the weights have settled."
     ] = 0
 
 

@@ -92,26 +92,11 @@ def _require_steps_strategy(strategy: str, steps: str) -> Rule:
 
     `strategy` and `steps` are the two keys, such as save_strategy and save_steps.
     """
-    return make_rule(
-        f"{steps} with another {strategy}",
+    return no_effect(
         steps,
+        f"with {strategy}: {{{strategy}}}",
+        lambda case: case[strategy] in ("no", "epoch"),
         strategy,
-        when=lambda case: is_set(steps)(case) and case[strategy] in ("no", "epoch"),
-        message=lambda case: f"{steps} has no effect with {strategy}: {case[strategy]}",
-        advice="keep one of the two",
-    )
-
-
-def _require_evaluation(key: str) -> Rule:
-    """Makes the rule that `key` needs held-out losses between the start and the end of a run."""
-    return make_rule(
-        f"{key} without held-out losses",
-        key,
-        "eval_strategy",
-        "eval_steps",
-        when=all_of(is_set(key), lambda case: not _evaluates(case)),
-        message=f"{key} needs held-out losses during training",
-        advice="set eval_steps, or eval_strategy: epoch",
     )
 
 
@@ -313,14 +298,11 @@ RULES: tuple[Rule, ...] = (
         message="lr_scheduler_type: {lr_scheduler_type} ends at learning_rate times min_lr_ratio",
         advice=f"set min_lr_ratio, or lr_scheduler_type: {DEFAULT_SCHEDULE}",
     ),
-    make_rule(
-        "a minimum of a schedule without an end",
+    no_effect(
         "min_lr_ratio",
+        "with lr_scheduler_type: {lr_scheduler_type}, which has no end",
+        lambda c: not SCHEDULES[c["lr_scheduler_type"]].has_end,
         "lr_scheduler_type",
-        when=lambda c: not SCHEDULES[c["lr_scheduler_type"]].has_end and c["min_lr_ratio"] > 0,
-        message="lr_scheduler_type: {lr_scheduler_type} has no end, so min_lr_ratio has no effect",
-        advice="remove one of the two",
-        fix={"min_lr_ratio": 0},
     ),
     make_rule(
         "a warm-up longer than the run",
@@ -421,14 +403,12 @@ RULES: tuple[Rule, ...] = (
         message="run_name: {run_name} does not name a folder in runs/",
         advice="give a name without .. or a / in front, or set output_dir",
     ),
-    make_rule(
-        "exact_match_samples without held-out rows",
+    no_effect(
         "exact_match_samples",
+        "without eval_datasets or eval_split_size",
+        lambda c: not _has_held_out_rows(c),
         "eval_datasets",
         "eval_split_size",
-        when=lambda c: c["exact_match_samples"] and not _has_held_out_rows(c),
-        message="exact_match_samples, but no held-out rows",
-        advice="set eval_datasets or eval_split_size",
     ),
     no_effect(
         "metrics",
@@ -436,8 +416,16 @@ RULES: tuple[Rule, ...] = (
         is_set("exact_match_samples", to=0),
         "exact_match_samples",
     ),
-    _require_evaluation("early_stopping_patience"),
-    _require_evaluation("keep_best_checkpoint"),
+    *(
+        no_effect(
+            key,
+            "without eval_steps or eval_strategy: epoch",
+            lambda c: not _evaluates(c),
+            "eval_strategy",
+            "eval_steps",
+        )
+        for key in ("early_stopping_patience", "keep_best_checkpoint")
+    ),
     _require_steps_strategy("eval_strategy", "eval_steps"),
     _require_steps_strategy("save_strategy", "save_steps"),
     no_effect(

@@ -23,11 +23,11 @@ from finetune.config.keys import (
     FileOrName,
     Key,
     LocalFolder,
+    MayChange,
     ModulePatterns,
     Positive,
     PythonName,
     ReadAs,
-    SameOnResume,
     StepsOrShare,
     keys_of,
 )
@@ -142,67 +142,56 @@ class Lora:
     """Low-rank adapters instead of full fine-tuning."""
 
     use_peft: Annotated[
-        bool, SameOnResume, "Train LoRA adapters on a frozen bf16 base instead of all parameters."
+        bool, "Train LoRA adapters on a frozen bf16 base instead of all parameters."
     ] = False
     adapter_name_or_path: Annotated[
         str | None,
         FileOrName,
-        SameOnResume,
         "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, "
         "targets and the rest are taken from its adapter_config.json; what the recipe sets as "
         "well must agree.",
     ] = None
-    lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
-    lora_alpha: Annotated[
-        Positive, SameOnResume, "The adapters are scaled by lora_alpha / lora_r."
-    ] = 32
-    lora_dropout: Annotated[
-        float, Ge(0), Lt(1), SameOnResume, "Dropout on the adapters' input."
-    ] = 0.0
+    lora_r: Annotated[Positive, "The rank of the adapters."] = 16
+    lora_alpha: Annotated[Positive, "The adapters are scaled by lora_alpha / lora_r."] = 32
+    lora_dropout: Annotated[float, Ge(0), Lt(1), "Dropout on the adapters' input."] = 0.0
     lora_target_modules: Annotated[
         Literal["all-linear"] | tuple[str, ...],
-        SameOnResume,
         "The linear layers that get adapters, by the end of their names. all-linear: all but the "
         "output head; [all-linear, lm_head]: that too.",
     ] = "all-linear"
     lora_target_parameters: Annotated[
         tuple[str, ...],
-        SameOnResume,
         "Parameters that get adapters, by the end of their names: those that hold all experts of "
         "a mixture's layer (experts.gate_up_proj, experts.down_proj). Not under FSDP1.",
     ] = ()
     rank_pattern: Annotated[
         dict[str, Positive] | None,
         ModulePatterns,
-        SameOnResume,
         "The rank of some adapters in place of lora_r, by patterns for the end of their modules' "
         "names: {q_proj: 32, layers.0.mlp.*_proj: 4}.",
     ] = None
     alpha_pattern: Annotated[
-        dict[str, Positive] | None, ModulePatterns, SameOnResume, "The same for lora_alpha."
+        dict[str, Positive] | None, ModulePatterns, "The same for lora_alpha."
     ] = None
     modules_to_save: Annotated[
         tuple[str, ...],
         ModulePatterns,
-        SameOnResume,
         "Modules of the base that are trained whole, in float32, beside the adapters, by patterns "
         "for the end of their names: embed_tokens, lm_head.",
     ] = ()
-    use_rslora: Annotated[
-        bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."
-    ] = False
-    use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = (
+    use_rslora: Annotated[bool, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = (
         False
     )
+    use_dora: Annotated[bool, "Train magnitude and direction separately (DoRA)."] = False
     oft_block_size: Annotated[
         int | None,
         Gt(1),
-        SameOnResume,
         "Rotate the inputs of the adapted layers in blocks of this many numbers, instead of adding "
         "products of low rank (OFT, as peft trains it).",
     ] = None
     adapters: Annotated[
         tuple[dict[str, Any], ...],
+        MayChange,
         "Several adapters that one run trains in turn on one base in memory, each as in a run "
         "alone, in a folder of its name: a list of {name: sql, datasets: ..., learning_rate: ...}, "
         "with the keys of data, adapter and optimization in which they differ.",
@@ -339,14 +328,13 @@ class DatasetSource:
 class Data:
     """The keys about data, from files to rows of tokens."""
 
-    datasets: Annotated[tuple[DatasetSource, ...], SameOnResume, "What is trained on."] = ()
+    datasets: Annotated[tuple[DatasetSource, ...], "What is trained on."] = ()
     eval_datasets: Annotated[
-        tuple[DatasetSource, ...], "What the held-out loss is measured on."
+        tuple[DatasetSource, ...], MayChange, "What the held-out loss is measured on."
     ] = ()
     eval_split_size: Annotated[
         float | None,
         Gt(0),
-        SameOnResume,
         (
             "Rows to hold out from datasets if there are no eval_datasets: a share below 1, else a "
             "number of rows."
@@ -355,13 +343,11 @@ class Data:
     chat_template: Annotated[
         str | None,
         FileOrName,
-        SameOnResume,
         "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, "
         "mistral-v3, qwen3 or alpaca (all are in docs/chat-templates.md), a file, or inline Jinja.",
     ] = None
     chat_template_date: Annotated[
         str | None,
-        SameOnResume,
         "The date, such as 2026-01-31, that a chat template writes as today's (those of Llama 3.2, "
         "SmolLM3 and Granite do); null: the day on which the run begins, for all of its ranks and "
         "restarts.",
@@ -370,27 +356,22 @@ class Data:
         int,
         Gt(1),
         Le(1_000_000_000),
-        SameOnResume,
         (
             "Tokens in a row, and the most tokens in an example. Of a pair, the most in each of "
             "the two; a row then holds twice as many."
         ),
     ] = 2048
-    packing: Annotated[
-        bool, SameOnResume, "Fill rows with several examples, isolated from each other."
-    ] = True
+    packing: Annotated[bool, "Fill rows with several examples, isolated from each other."] = True
     overlength: Annotated[
         Literal["truncate", "drop", "split", "error"] | None,
-        SameOnResume,
         "What is done with an example of more than max_length tokens; always reported. null: "
         "plain text is split and anything else truncated.",
     ] = None
     assistant_only_loss: Annotated[
-        bool, SameOnResume, "In conversations, train only on the assistant's turns."
+        bool, "In conversations, train only on the assistant's turns."
     ] = True
     turns: Annotated[
         Turns,
-        SameOnResume,
         "How the turns of a conversation become documents. whole: one document, as the chat "
         "template writes the conversation. split: a document for each of the assistant's turns, "
         "with the prompt that the model has when it is asked for that turn. auto: whole where each "
@@ -398,7 +379,6 @@ class Data:
     ] = "auto"
     train_on_reasoning: Annotated[
         bool,
-        SameOnResume,
         (
             "Train on the text of the reasoning in answers too; false: only on the tags around it "
             "and on the rest."
@@ -406,63 +386,60 @@ class Data:
     ] = True
     on_bad_row: Annotated[
         Literal["error", "skip"],
-        SameOnResume,
         "What is done with a row that fits no known format; skips are counted.",
     ] = "error"
     labels: Annotated[
         tuple[str, ...],
-        SameOnResume,
         "The names of the classes, in the order of their scores. A row has one of the names in "
         "label_column, or the index of one in this list, from 0.",
     ] = ()
     problem_type: Annotated[
         Literal["single_label_classification", "multi_label_classification"],
-        SameOnResume,
         "Whether a row has one of labels, or a list of them, each decided independently; named as "
         "in transformers.",
     ] = SINGLE_LABEL
     step_separator: Annotated[
         str,
-        SameOnResume,
         "The text after each step of an answer; a step is scored at the last token of that text.",
     ] = "\n"
     pooling: Annotated[
         Pooling,
-        SameOnResume,
         "Which of a document's last hidden states is its embedding: that of its last token, or the "
         "mean of all; named as in sentence-transformers.",
     ] = "lasttoken"
     query_prompt: Annotated[
         str,
-        SameOnResume,
         (
             "The text before each query, such as an instruction; an export saves it for "
             "sentence-transformers."
         ),
     ] = ""
-    document_prompt: Annotated[
-        str, SameOnResume, "The text before each document that is embedded or ranked."
-    ] = ""
+    document_prompt: Annotated[str, "The text before each document that is embedded or ranked."] = (
+        ""
+    )
     num_negatives: Annotated[
         int,
         Ge(0),
-        SameOnResume,
         "How many further documents are read for each query; with method: embed, documents that do "
         "not answer it. Each row needs as many; of more, the first are read.",
     ] = 0
     streaming: Annotated[
-        bool, SameOnResume, "Read the data while training instead of before; needs max_steps."
+        bool, "Read the data while training instead of before; needs max_steps."
     ] = False
     dataset_num_proc: Annotated[
-        Positive | None, "Threads that tokenize; null: one for each core."
+        Positive | None, MayChange, "Threads that tokenize; null: one for each core."
     ] = None
     dataset_cache_dir: Annotated[
         FileName | None,
         LocalFolder,
+        MayChange,
         "Where tokenized rows are kept; null: in the Hugging Face cache.",
     ] = None
     dataloader_num_workers: Annotated[
-        int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
+        int,
+        Ge(0),
+        MayChange,
+        "Threads that build batches ahead of the step; 0 builds them in the loop.",
     ] = 1
 
 
@@ -471,75 +448,61 @@ class Model:
     """The keys about the model: where it comes from, which parts train, how it is computed."""
 
     model_name_or_path: Annotated[
-        str | None,
-        FileOrName,
-        SameOnResume,
-        "A hub name or a local folder with config.json and safetensors.",
+        str | None, FileOrName, "A hub name or a local folder with config.json and safetensors."
     ] = None
     model_config: Annotated[
         dict[str, Any] | None,
-        SameOnResume,
         (
             "An architecture to train from random weights, with the keys of config.json; "
             "model_type is required."
         ),
     ] = None
-    model_revision: Annotated[
-        str | None, SameOnResume, "The hub revision of model_name_or_path."
-    ] = None
+    model_revision: Annotated[str | None, "The hub revision of model_name_or_path."] = None
     drop_vision: Annotated[
         bool,
-        SameOnResume,
         "Train only the language model of a vision-language checkpoint, in the family's text "
         "class. The export has that class too, and takes no images.",
     ] = False
     train_mtp: Annotated[
         bool,
-        SameOnResume,
         "Train the layers for multi-token prediction too; no model class of transformers has "
         "them, so it is refused. An export carries over those of the base.",
     ] = False
     tokenizer_name_or_path: Annotated[
-        str | None, FileOrName, SameOnResume, "The tokenizer; null: the model's own."
+        str | None, FileOrName, "The tokenizer; null: the model's own."
     ] = None
     added_tokens: Annotated[
         tuple[str, ...],
-        SameOnResume,
         "Tokens added to the tokenizer, such as [TOOL]. Their rows in embedding and head start at "
         "the mean of the others and are trained; LoRA then trains both whole, as if "
         "modules_to_save named them.",
     ] = ()
     special_tokens: Annotated[
         dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] | None,
-        SameOnResume,
         "The bos_token, eos_token, pad_token or unk_token to use in place of the tokenizer's own; "
         "a token that it lacks is added; under LoRA added_tokens must name it too.",
     ] = None
     eot_tokens: Annotated[
         tuple[str, ...],
-        SameOnResume,
         "Special tokens that end a turn, beside the eos_token; generation with the exported model "
         "stops at them.",
     ] = ()
     pad_vocab_to_multiple_of: Annotated[
         Positive,
-        SameOnResume,
         "If there are more tokens than rows in the embedding, it and the head get a multiple of "
         "this many rows.",
     ] = 64
-    trust_remote_code: Annotated[bool, "Run code from the model's or tokenizer's repository."] = (
-        False
-    )
+    trust_remote_code: Annotated[
+        bool, MayChange, "Run code from the model's or tokenizer's repository."
+    ] = False
     dtype: Annotated[
         Literal["float32", "bfloat16"],
-        SameOnResume,
         "The type of the trained parameters in memory, in every layout; LoRA's adapters are always "
         "float32. float32 keeps small updates; the compute dtype is the Accelerate config's.",
     ] = "float32"
     trainable_modules: Annotated[
         tuple[str, ...],
         ModulePatterns,
-        SameOnResume,
         "Train these modules alone and freeze the rest, by patterns for the end of their names: "
         "lm_head, layers.[0-3].mlp, self_attn.*_proj. Empty: all. For full fine-tuning; under "
         "LoRA see modules_to_save.",
@@ -547,7 +510,6 @@ class Model:
     frozen_modules: Annotated[
         tuple[str, ...],
         ModulePatterns,
-        SameOnResume,
         "Freeze these modules, even if trainable_modules names them too; patterns as there. Tied "
         "weights are one tensor.",
     ] = ()
@@ -561,6 +523,7 @@ class Model:
             "flash_attention_3",
             "flash_attention_4",
         ],
+        MayChange,
         "auto: varlen attention on CUDA, or torch's flex_attention where a model caps its scores, "
         "has sinks or wide heads; causal SDPA per document on CPU; no flash-attn build is needed, "
         "and where FlashAttention 3 (Hopper) or 4 (Blackwell) is installed, its kernels are used. "
@@ -568,21 +531,23 @@ class Model:
     ] = "auto"
     torch_compile: Annotated[
         bool,
+        MayChange,
         "Compile the decoder layers' insides and the loss: faster steps for a minute more of the "
         "first start, worth it on a GPU.",
     ] = False
     tf32: Annotated[
         bool,
-        SameOnResume,
         "On a GPU, multiply float32 matrices in TensorFloat-32: several times faster, with 10 "
         "bits of the mantissa. bf16 computation does not need it.",
     ] = False
     use_liger_kernel: Annotated[
         bool,
+        MayChange,
         "Liger's fused norms, rotary embeddings and MLPs on CUDA; needs the liger-kernel package.",
     ] = False
     activation_checkpointing_every: Annotated[
         Positive,
+        MayChange,
         (
             "Checkpoint every k-th decoder layer, if the Accelerate config turns activation "
             "checkpointing on."
@@ -590,12 +555,14 @@ class Model:
     ] = 1
     activation_checkpointing_keeps: Annotated[
         Literal["nothing", "attention", "attention_and_projections"],
+        MayChange,
         "What a checkpointed layer keeps beside its input, instead of computing it again: the "
         "output of attention, whose computation grows with the length of documents; with the "
         "products around it (query, key, value, output). More memory, less time.",
     ] = "nothing"
     activation_offload: Annotated[
         bool,
+        MayChange,
         "Keep what checkpointed layers keep (their inputs, and what "
         "activation_checkpointing_keeps names) in host memory until the backward, copied beside "
         "the computation; on CUDA, where the Accelerate config turns activation checkpointing on. "
@@ -605,30 +572,31 @@ class Model:
         float | None,
         Ge(0),
         Lt(1),
-        SameOnResume,
         "Overrides the model's own attention dropout. With dropout, attention runs document by "
         "document on CUDA too, and scores that are capped, or have sinks, are materialized.",
     ] = None
     router_aux_loss_coef: Annotated[
         float | None,
         Ge(0),
-        SameOnResume,
         "The weight of a mixture's auxiliary loss; null leaves it to the model's config.",
     ] = None
     expert_parallel_size: Annotated[
         Positive,
+        MayChange,
         "Divide the experts of a mixture's layers over groups of this many ranks, which send them "
         "their tokens; under FSDP2, which shards everything else over all ranks as before. 1: "
         "every rank gathers all experts of a layer.",
     ] = 1
     pipeline_parallel_size: Annotated[
         Positive,
+        MayChange,
         "Put the layers on this many groups of ranks, one after another, through which the "
         "micro-batches of a step pass; under FSDP2, which shards and replicates within each "
         "group. 1: every rank computes all layers.",
     ] = 1
     pipeline_schedule: Annotated[
         PipelineSchedule,
+        MayChange,
         "The order of forwards and backwards: 1f1b, or interleaved_1f1b with two groups of layers "
         "on each rank, which wait less and send more.",
     ] = "1f1b"
@@ -640,52 +608,57 @@ class Batch:
 
     global_batch_size: Annotated[
         Positive | None,
+        MayChange,
         "Rows in an optimizer step over all ranks; set it and every number of ranks gives the "
         "same losses. null: per_device_train_batch_size x gradient_accumulation_steps x ranks.",
     ] = None
     per_device_train_batch_size: Annotated[
-        Positive, "Rows in a micro-batch on one rank; sets the memory."
+        Positive, MayChange, "Rows in a micro-batch on one rank; sets the memory."
     ] = 1
     gradient_accumulation_steps: Annotated[
         Positive | None,
+        MayChange,
         "Micro-batches in a step on one rank; null: as global_batch_size implies, else 1.",
     ] = None
-    per_device_eval_batch_size: Annotated[Positive | None, "null: per_device_train_batch_size."] = (
-        None
-    )
+    per_device_eval_batch_size: Annotated[
+        Positive | None, MayChange, "null: per_device_train_batch_size."
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """The keys about a run's folder, seed, evaluations, logs and trackers."""
 
-    run_name: Annotated[FileName | None, "The run's name; null: the recipe's file name."] = None
+    run_name: Annotated[
+        FileName | None, MayChange, "The run's name; null: the recipe's file name."
+    ] = None
     output_dir: Annotated[
-        FileName | None, LocalFolder, "The run's folder; null: runs/<run_name>."
+        FileName | None, LocalFolder, MayChange, "The run's folder; null: runs/<run_name>."
     ] = None
     accelerate_config: Annotated[
-        str | None, FileOrName, "The Accelerate config, if the command names none."
+        str | None, FileOrName, MayChange, "The Accelerate config, if the command names none."
     ] = None
-    seed: Annotated[
-        int, Ge(0), Lt(2**63), SameOnResume, "The seed of weights, data order and dropout."
-    ] = 42
+    seed: Annotated[int, Ge(0), Lt(2**63), "The seed of weights, data order and dropout."] = 42
     deterministic: Annotated[
         bool,
+        MayChange,
         "On a GPU, use only kernels that give the same bits each time, such as a deterministic "
         "backward of attention: a resumed run is then bit for bit the run that was not stopped. "
         "Slower; a CPU needs no such key.",
     ] = False
     logging_steps: Annotated[
-        StepsOrShare, "Steps between two lines of metrics; below 1 a share of the run."
+        StepsOrShare, MayChange, "Steps between two lines of metrics; below 1 a share of the run."
     ] = 10
     eval_strategy: Annotated[
         Literal["no", "steps", "epoch"],
         NO_IN_YAML,
+        MayChange,
         "When the held-out loss is measured between the start and the end: every eval_steps, "
         "after every epoch, or not at all.",
     ] = "steps"
     eval_steps: Annotated[
         StepsOrShare | None,
+        MayChange,
         (
             "Steps between two held-out losses; below 1 a share of the run; null: only at the "
             "start and the end."
@@ -694,6 +667,7 @@ class Run:
     exact_match_samples: Annotated[
         int,
         Ge(0),
+        MayChange,
         (
             "How many held-out prompts the model answers greedily before and after training; the "
             "answers are compared with the expected ones."
@@ -702,12 +676,14 @@ class Run:
     metrics: Annotated[
         tuple[str, ...],
         PythonName,
+        MayChange,
         "Functions in files of yours, such as my_eval.py:score, beside the exact match. Each gets "
         "the prompt, the model's answer and the expected one, and returns a number; the mean is "
         "logged as metrics/score.",
     ] = ()
     sample_prompts: Annotated[
         tuple[str, ...],
+        MayChange,
         (
             "Prompts that the model answers greedily at every evaluation, for you to read; each is "
             "a user's turn."
@@ -715,26 +691,34 @@ class Run:
     ] = ()
     early_stopping_patience: Annotated[
         Positive | None,
+        MayChange,
         "Stop after this many held-out losses in a row without a new minimum; needs eval_steps, or "
         "eval_strategy: epoch.",
     ] = None
     timeout_seconds: Annotated[
-        float, Gt(0), Le(1e9), "How long a rank waits for the others before the run is ended."
+        float,
+        Gt(0),
+        Le(1e9),
+        MayChange,
+        "How long a rank waits for the others before the run is ended.",
     ] = 1800.0
     profile_steps: Annotated[
         tuple[Positive, Positive] | None,
+        MayChange,
         "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot "
         "of GPU memory in profile/.",
     ] = None
     callbacks: Annotated[
         tuple[str, ...],
         PythonName,
+        MayChange,
         "Classes in files of yours, such as my_callbacks.py:Notify, whose on_start, on_step, "
         "on_log, on_evaluate, on_save and on_end are called: docs/api.md.",
     ] = ()
     report_to: Annotated[
         Literal["none", "all", "tensorboard", "wandb", "mlflow", "trackio"]
         | tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...],
+        MayChange,
         (
             "A tracker in addition to metrics.jsonl, or a list of them; all: every one that is "
             "installed."
@@ -749,6 +733,7 @@ class Checkpoint:
     save_strategy: Annotated[
         Literal["no", "steps", "epoch"],
         NO_IN_YAML,
+        MayChange,
         (
             "When checkpoints are saved before the end: every save_steps, after every epoch, or "
             "not at all."
@@ -756,26 +741,33 @@ class Checkpoint:
     ] = "steps"
     save_steps: Annotated[
         StepsOrShare | None,
+        MayChange,
         "Steps between two checkpoints; below 1 a share of the run; null: only at the end.",
     ] = None
-    save_total_limit: Annotated[Positive | None, "Keep the N newest checkpoints; null: all."] = 2
+    save_total_limit: Annotated[
+        Positive | None, MayChange, "Keep the N newest checkpoints; null: all."
+    ] = 2
     keep_every_steps: Annotated[
         Positive | None,
+        MayChange,
         "Also keep, permanently, every checkpoint whose step is a multiple of this.",
     ] = None
     keep_best_checkpoint: Annotated[
         bool,
+        MayChange,
         "Save at every new minimum of the held-out loss (see eval_steps), keep the newest of "
         "those as well, and export it.",
     ] = False
     async_save: Annotated[
         bool | None,
+        MayChange,
         "Write checkpoints in the background, from a copy in host memory; null: on a GPU.",
     ] = None
     resume_from_checkpoint: Annotated[
         FileName,
         ReadAs(True, "auto"),
         LocalFolder,
+        MayChange,
         (
             "auto: the newest checkpoint of output_dir that verifies; none: start over; or a "
             "checkpoint's path."
@@ -783,25 +775,29 @@ class Checkpoint:
     ] = "auto"
     allow_changed_recipe: Annotated[
         bool,
+        MayChange,
         (
             "Resume even if keys changed that decide the course of a run: data, model, batch, "
             "horizon, seed."
         ),
     ] = False
     export_at_end: Annotated[
-        bool, "Leave a Hugging Face folder under export/ when the training is done."
+        bool, MayChange, "Leave a Hugging Face folder under export/ when the training is done."
     ] = True
     export_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
+        MayChange,
         "The dtype of the exported weights; null: that of the base checkpoint.",
     ] = None
     export_formats: Annotated[
         tuple[ExportFormatName, ...],
+        MayChange,
         "What is written to export/ when the training is done: safetensors, and beside it a GGUF "
         "file or a quantized folder, as finetune export --format writes them.",
     ] = ("safetensors",)
     export_quantization: Annotated[
         SchemeName | None,
+        MayChange,
         "The scheme of export_formats: compressed-tensors, such as fp8-fp8 or int8-int8; null: "
         "that of quantization_aware_training.",
     ] = None

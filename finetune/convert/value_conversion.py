@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from finetune.config.compatibility import TRACKERS
 from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts
 from finetune.config.optimization import convert_optimizer
 from finetune.config.schema import recipe_keys
@@ -73,7 +74,6 @@ SCHEDULES = {
 }
 # values, and names of loggers, that ask for none of the trackers
 NO_TRACKER = ("none", "", "all", "no", "false", "disklogger", "stdoutlogger")
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ATTENTION = {
     **dict.fromkeys(("fa2", "flash_attn"), "flash_attention_2"),
     "sdpa": "sdpa",

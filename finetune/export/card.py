@@ -44,18 +44,7 @@ RECIPE_KEYS = (
     "seed",
     "trainable_modules",
     "frozen_modules",
-    "use_peft",
-    "adapter_name_or_path",
-    "lora_r",
-    "lora_alpha",
-    "lora_target_modules",
-    "lora_target_parameters",
-    "rank_pattern",
-    "alpha_pattern",
-    "modules_to_save",
-    "use_rslora",
-    "use_dora",
-    "oft_block_size",
+    *keys_of(Lora),
 )
 # the hub's fields for a license; the last two are there if the first is "other"
 LICENSE_KEYS = ("license", "license_name", "license_link")

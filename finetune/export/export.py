@@ -115,6 +115,8 @@ def export_run(
 
     One process calls it, after the last checkpoint. Earlier exports of the run are replaced.
 
+    The formats and their keys are those of the run's recipe.
+
     Args:
         run: The run's folder.
         checkpoint: The checkpoint to export; None: the run's newest.
@@ -127,22 +129,17 @@ def export_run(
     """
     phases = phases or Phases()
     with phases.timed("export"):
-        return _export_run(run, checkpoint, verify, log, phases)
-
-
-def _export_run(
-    run: Path, checkpoint: Path | None, verify: bool, log: Callable[[str], object], phases: Phases
-) -> Path:
-    """Does what `export_run` describes, with the formats and keys of the run's recipe."""
-    source = open_source(checkpoint or run, log=log)
-    trust_remote_code = bool(source.recipe.get("trust_remote_code"))
-    options = ExportOptions(verify=verify, overwrite=True, trust_remote_code=trust_remote_code)
-    if source.adapter is not None:
-        export_source(source, run / ADAPTER, replace(options, model=False), log, phases=phases)
-    formats = tuple(source.recipe.get("export_formats") or options.formats)
-    keys = {key.name: source.recipe.get(key.recipe_key) for key in list_keys() if key.recipe_key}
-    options = replace(options, adapter=False, formats=formats, keys=keys)
-    return export_source(source, run / EXPORT, options, log, phases=phases)
+        source = open_source(checkpoint or run, log=log)
+        trust_remote_code = bool(source.recipe.get("trust_remote_code"))
+        options = ExportOptions(verify=verify, overwrite=True, trust_remote_code=trust_remote_code)
+        if source.adapter is not None:
+            export_source(source, run / ADAPTER, replace(options, model=False), log, phases=phases)
+        formats = tuple(source.recipe.get("export_formats") or options.formats)
+        keys = {
+            key.name: source.recipe.get(key.recipe_key) for key in list_keys() if key.recipe_key
+        }
+        options = replace(options, adapter=False, formats=formats, keys=keys)
+        return export_source(source, run / EXPORT, options, log, phases=phases)
 
 
 def export_source(
@@ -341,7 +338,7 @@ def _find_commands(
     if source.method.embeds:
         call = f"encode_query('{QUESTION}')"
         return {"sentence-transformers": _make_library_command("SentenceTransformer", folder, call)}
-    return _find_folder_commands(source, target, folder, is_quantized=is_quantized) | file_commands
+    return _list_model_commands(source, target, folder, is_quantized=is_quantized) | file_commands
 
 
 def _find_file_commands(weights: Weights, options: ExportOptions, output: Path) -> dict[str, str]:
@@ -356,25 +353,6 @@ def _find_file_commands(weights: Weights, options: ExportOptions, output: Path) 
         if files:
             commands |= row.use(files[0], not weights.model)
     return commands
-
-
-def _find_folder_commands(
-    source: Source, target: TargetModel, folder: Path, *, is_quantized: bool
-) -> dict[str, str]:
-    """Finds the commands for a folder with a model that writes text: {program: command}."""
-    config = target.config_json
-    model_type = str(config.get("model_type"))
-    kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
-    rope = find_main_rope(config)
-    # mlx-lm ignores YaRN's attention_factor, and fails on LongRoPE.
-    has_mlx_rope = not {"attention_factor", "long_factor"} & rope.keys()
-    return _list_model_commands(
-        folder,
-        has_template=has_chat_template(source.tokenizer),
-        is_vision_language=bool(target.beside),
-        is_served=not is_quantized and was_served(model_type, kinds),
-        opens_in_mlx=not is_quantized and find_family(model_type).opens_in_mlx and has_mlx_rope,
-    )
 
 
 def _refuse_other_formats(source: Source, target: TargetModel, options: ExportOptions) -> None:
@@ -455,23 +433,18 @@ def _make_library_command(class_name: str, folder: Path, call: str) -> str:
 
 
 def _list_model_commands(
-    folder: Path,
-    *,
-    has_template: bool,
-    is_vision_language: bool,
-    is_served: bool,
-    opens_in_mlx: bool,
+    source: Source, target: TargetModel, folder: Path, *, is_quantized: bool
 ) -> dict[str, str]:
-    """Lists the commands that use a Hugging Face folder: {program: command}.
-
-    Args:
-        folder: The export.
-        has_template: Whether the tokenizer has a chat template.
-        is_vision_language: Whether the model reads images.
-        is_served: Whether vLLM was seen to serve the model's family.
-        opens_in_mlx: Whether mlx-lm opens the folder.
-    """
-    if has_template:
+    """Lists the commands for a folder with a model that writes text: {program: command}."""
+    config = target.config_json
+    model_type = str(config.get("model_type"))
+    kinds = list_kinds_of_model(config, bool(source.recipe.get("added_tokens")))
+    is_served = not is_quantized and was_served(model_type, kinds)
+    # mlx-lm ignores YaRN's attention_factor, and fails on LongRoPE.
+    has_mlx_rope = not {"attention_factor", "long_factor"} & find_main_rope(config).keys()
+    opens_in_mlx = not is_quantized and find_family(model_type).opens_in_mlx and has_mlx_rope
+    is_vision_language = bool(target.beside)
+    if has_chat_template(source.tokenizer):
         prompt = f"[dict(role='user', content='{QUESTION}')]"
         index_of_answer = "[0]['generated_text'][-1]['content']"
     else:

@@ -359,72 +359,40 @@ class _Unread:
         self.attributes = state if isinstance(state, dict) else {}
 
 
-_DCP = "torch.distributed.checkpoint"
-# (module, name) -> the stand-in. These are the only names that DCP's metadata refers to.
-_STAND_INS: Mapping[tuple[str, str], type] = {
-    **{
-        (f"{_DCP}.metadata", name): _Unread for name in ("Metadata", "MetadataIndex", "StorageMeta")
-    },
-    **{
-        (f"{_DCP}.metadata", f"{name}StorageMetadata"): _Unread
-        for name in ("Tensor", "Bytes", "Chunk")
-    },
-    **{
-        (f"{_DCP}.metadata", name): _Unread for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")
-    },
-    (f"{_DCP}.filesystem", "_StorageInfo"): _Unread,
-    ("torch.serialization", "_get_layout"): _Unread,
+# The only names that DCP's metadata refers to -> the stand-ins.
+_STAND_INS: Mapping[str, type] = {
+    **dict.fromkeys(
+        """
+        torch.distributed.checkpoint.metadata.Metadata
+        torch.distributed.checkpoint.metadata.MetadataIndex
+        torch.distributed.checkpoint.metadata.StorageMeta
+        torch.distributed.checkpoint.metadata.TensorStorageMetadata
+        torch.distributed.checkpoint.metadata.BytesStorageMetadata
+        torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+        torch.distributed.checkpoint.metadata.TensorProperties
+        torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING
+        torch.distributed.checkpoint.filesystem._StorageInfo
+        torch.serialization._get_layout
+        pathlib.PosixPath pathlib.WindowsPath
+        pathlib._local.PosixPath pathlib._local.WindowsPath
+        """.split(),  # noqa: SIM905 - the names as they are searched for
+        _Unread,
+    ),
     # Python 3.11.0 to 3.11.3 pickled the members of an enumeration with it
-    ("builtins", "getattr"): _Unread,
-    **{
-        (module, f"{kind}Path"): _Unread
-        for module in ("pathlib", "pathlib._local")
-        for kind in ("Posix", "Windows")
-    },
-    ("torch", "Size"): tuple,
-    ("collections", "OrderedDict"): dict,
+    "builtins.getattr": _Unread,
+    "torch.Size": tuple,
+    "collections.OrderedDict": dict,
 }
 
 
 # The opcodes of pickle protocols 2 to 5 that write numbers, texts, collections and objects.
 OPCODES = frozenset(
-    {
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "MARK",
-        "MEMOIZE",
-        "BINPUT",
-        "LONG_BINPUT",
-        "BINGET",
-        "LONG_BINGET",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "BINFLOAT",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "EMPTY_TUPLE",
-        "TUPLE",
-        "TUPLE1",
-        "TUPLE2",
-        "TUPLE3",
-        "EMPTY_LIST",
-        "APPEND",
-        "APPENDS",
-        "EMPTY_DICT",
-        "SETITEM",
-        "SETITEMS",
-        "GLOBAL",
-        "STACK_GLOBAL",
-        "NEWOBJ",
-        "REDUCE",
-        "BUILD",
-    }
+    """
+    PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET NONE NEWTRUE NEWFALSE
+    BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE EMPTY_TUPLE TUPLE TUPLE1
+    TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS GLOBAL STACK_GLOBAL NEWOBJ
+    REDUCE BUILD
+    """.split()  # noqa: SIM905 - a name a line would be a page
 )
 
 
@@ -460,12 +428,12 @@ class _MetadataReader(pickle.Unpickler):
         """Returns the stand-in for `module.name`; raises `UserError` for any other name."""
         if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
             return _Unread
-        if (module, name) not in _STAND_INS:
+        full_name = f"{module}.{name}"
+        if full_name not in _STAND_INS:
             raise UserError(
-                f"wants to import {module}.{name}, which no checkpoint needs; do not trust this "
-                "folder"
+                f"wants to import {full_name}, which no checkpoint needs; do not trust this folder"
             )
-        return _STAND_INS[module, name]
+        return _STAND_INS[full_name]
 
 
 def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:

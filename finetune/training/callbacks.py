@@ -290,7 +290,7 @@ def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
     ((), ('wandb', 'mlflow'))
     """
     if report_to == "all":
-        return tuple(name for name, package in TRACKERS.items() if find_spec(package) is not None)
+        return tuple(name for name in TRACKERS if find_spec(name) is not None)
     named = (report_to,) if isinstance(report_to, str) else report_to
     return tuple(dict.fromkeys(name for name in named if name != "none"))
 

@@ -184,8 +184,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["router_aux_loss_coef=0.1"], FSDP2, 2, LLAMA, None, "router_aux_loss_coef cannot be combined with the dense model M (llama); remove"),
     (["router_aux_loss_coef=0.1"], FSDP2, 2, MIXTURE | {"model_type": "deepseek_v3"}, None, "whose routers have no auxiliary loss"),
     # what is computed and kept
-    (["activation_checkpointing_keeps=attention"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activ"),
-    (["activation_offload=true"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activation_checkpointing"),
+    (["activation_checkpointing_keeps=attention"], Sharding(layout="single"), 1, None, None, "has no effect without fsdp_activation_checkpointing: true in"),
+    (["activation_offload=true"], Sharding(layout="single"), 1, None, None, "has no effect without fsdp_activation_checkpointing: true in"),
     (["activation_offload=true"], TP, 4, None, None, "activation_offload cannot be combined with tp_size"),
     (["activation_offload=true"], EP, 2, None, None, "activation_offload cannot be combined with expert_parallel_size"),
     (["global_batch_size=12", "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None,
@@ -453,14 +453,14 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             ["activation_checkpointing_every=2"],
             Sharding(layout="single"),
             None,
-            "checkpoints no layer",
+            "has no effect without fsdp_activation_checkpointing: true in a plain launch",
             True,
         ),
         (
             ["min_lr_ratio=0.1", "lr_scheduler_type=constant"],
             None,
             None,
-            "has no end, so min_lr_ratio has no effect",
+            "min_lr_ratio has no effect with lr_scheduler_type: constant, which has no end",
             False,
         ),
         (
@@ -498,7 +498,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             ["exact_match_samples=5"],
             None,
             None,
-            "exact_match_samples, but no held-out rows; set eval_datasets",
+            "exact_match_samples has no effect without eval_datasets or eval_split_size; set it",
             False,
         ),
         *(
@@ -542,7 +542,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
                 (
                     ["loss_type=rloo", "importance_sampling_level=sequence"],
-                    "whose ratio is the sequence's; remove it",
+                    "importance_sampling_level has no effect with loss_type: rloo, which has ratios of its own",
                 ),
                 (
                     ["attention_dropout=0.1"],
@@ -607,7 +607,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
                 (
                     ["importance_sampling_clip_max=2"],
-                    "have no effect without a correction; set importance_sampling_co",
+                    "has no effect without an importance_sampling_correction that has bounds",
                 ),
                 (["rewards=[number, number]"], "rewards: two are named number"),
                 ([f"tools=[{MULTIPLY}, {MULTIPLY}]"], "tools: two are named multiply"),

@@ -154,7 +154,7 @@ def test_lr_scheduler_kwargs_are_those_of_transformers(
         ),
         (
             {"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.1},
-            "has no end, so min_lr_ratio has no effect",
+            "min_lr_ratio has no effect with lr_scheduler_type",
         ),
         ({"lr_scheduler_type": "cosine_with_restarts"}, "a rate that jumps back is not supported"),
         ({"optim": "paged_adamw_8bit"}, "another tool's name; here it is adamw_8bit"),

@@ -1,7 +1,7 @@
 """The format GGUF: plans, writes and verifies the files of a model, or those of an adapter."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -456,7 +456,9 @@ def _plan_adapter(
         )
     modules = [name.removesuffix(A_END) for name in adapter.tensors if name.endswith(A_END)]
     scales = {module: find_scale(adapter.config, module, where) for module in modules}
-    alpha = _find_common_alpha(scales.values())
+    # llama.cpp has one alpha for all modules. If they differ, each B is scaled in the file instead.
+    alphas = {scale * rank for scale, rank in scales.values()}
+    alpha = alphas.pop() if len(alphas) == 1 else None
     # Planning the base's weights gives their names and the order of their rows; they are not read.
     names = [f"{module}.weight" for module in modules]
     bases = [Value(name, target.shapes[name], torch.float32, _refuse_to_read) for name in names]
@@ -498,15 +500,6 @@ def _refuse_unknown_adapter(adapter: Adapter, options: ExportOptions, where: str
         raise UserError(
             f"--gguf-type: {wrong_types[0]}: an adapter is written as {', '.join(FILE_TYPES)}"
         )
-
-
-def _find_common_alpha(scales: Iterable[tuple[float, int]]) -> float | None:
-    """Finds the alpha that all modules have, from the (scale, rank) of each; None if they differ.
-
-    llama.cpp has one alpha for all modules. If they differ, each B is scaled in the file instead.
-    """
-    alphas = {scale * rank for scale, rank in scales}
-    return alphas.pop() if len(alphas) == 1 else None
 
 
 def _plan_factors(

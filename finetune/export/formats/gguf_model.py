@@ -198,11 +198,6 @@ def write_rope(writer: Any, config: Any, where: str) -> list[FileTensor]:
     return SCALINGS[kind](writer, rope, config)
 
 
-def _write_no_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
-    """Adds nothing: plain RoPE needs no more than `write_rope` writes."""
-    return []
-
-
 def _write_linear_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -> list[FileTensor]:
     """Adds the keys of RoPE whose positions are divided by a factor."""
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -258,7 +253,7 @@ def _write_longrope_scaling(writer: Any, rope: Mapping[str, Any], config: Any) -
 # rope_type -> function of (writer, RoPE's settings, config), which adds the keys of this kind of
 # RoPE, and returns the tensors that the file needs for it
 SCALINGS: Mapping[str, Callable[[Any, Mapping[str, Any], Any], list[FileTensor]]] = {
-    "default": _write_no_scaling,
+    "default": lambda writer, rope, config: [],
     "linear": _write_linear_scaling,
     "yarn": _write_yarn_scaling,
     "llama3": _make_llama3_factors,

@@ -102,7 +102,10 @@ def describe_tokenizer(
         name = pre_tokenizer or _name_pre_tokenizer(
             tokenizer_json, steps, has_merges=bool(pairs), folder=folder
         )
-        merges = [" ".join(map(_replace_spaces, pair)) for pair in pairs] or NO_MERGES
+        # a space separates a merge's tokens: within them it is written as byte-level BPE does
+        merges = [
+            " ".join(token.replace(" ", "\u0120") for token in pair) for pair in pairs
+        ] or NO_MERGES
         return GgufVocabulary("gpt2", name, merges=merges, **common_fields)
     if not model.get("byte_fallback") or kinds - {"Metaspace", "Split"}:
         raise UserError(
@@ -183,11 +186,6 @@ def _score_tokens(tokens: Sequence[str], pairs: Sequence[tuple[str, ...]]) -> li
     for rank, pair in enumerate(pairs):
         ranks.setdefault("".join(pair), rank)  # several pairs may make one token
     return [-float(ranks.get(token, len(ranks))) for token in tokens]
-
-
-def _replace_spaces(token: str) -> str:
-    """Writes a token of byte-level BPE without spaces, since a space separates a merge's tokens."""
-    return token.replace(" ", "\u0120")
 
 
 def _list_tokens(
