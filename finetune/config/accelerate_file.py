@@ -441,14 +441,20 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     if problems:
         raise UserError.of(problems)
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    use_cpu = _uses("CPU", environ)
     mesh = {}
     if _uses("PARALLELISM_CONFIG", environ):
         mesh = _read_variables(MESH_KEYS, environ)
+    settings = Settings(
+        source=source,
+        distributed_type="FSDP",
+        mixed_precision=precision,
+        use_cpu=_uses("CPU", environ),
+        fsdp={},
+        mesh=mesh,
+        fp8=_read_fp8_environment(environ),
+    )
     if _uses("DEEPSPEED", environ):
         section = _read_variables(VARIABLES, environ)
-        fp8 = _read_fp8_environment(environ)
-        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=fp8)
         # the launcher says no where its file has no mixed_precision too, and lists what it has
         in_file = "mixed_precision" in environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
         given = precision if in_file or precision != "no" else None
@@ -456,7 +462,7 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     if not _uses("FSDP", environ):
         has_sizes = any(str(size) != "1" for size in mesh.values())
         if has_sizes:  # see `Settings.has_sizes_alone`
-            return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh)
+            return replace(settings, distributed_type="MULTI_GPU")
         return None
     fsdp = _read_variables(FSDP_KEYS, environ)
     # The launcher exports the keys of both versions; a key of the other version is dropped.
@@ -466,8 +472,7 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         keys_of_other_version = ["reshard_after_forward"]
     for key in keys_of_other_version:
         fsdp.pop(key, None)
-    fp8 = _read_fp8_environment(environ)
-    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=fp8)
+    return replace(settings, fsdp=fsdp)
 
 
 def _uses(feature: str, environ: Mapping[str, str]) -> bool:
@@ -524,21 +529,19 @@ def read_sharding(
         UserError: A file has mistakes, or `config` and the launcher's settings disagree.
     """
     launched = read_environment(environ)
-    if config is not None:
-        settings = read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config"))
-        sharding = _interpret(settings)
-        if launched is not None:
-            if launched.has_sizes_alone:
-                # The variables give no layout, so the file's stands in: only the mesh can differ.
-                launched = replace(settings, mesh=launched.mesh, source=launched.source, places={})
-            _refuse_disagreement(sharding, _interpret(launched))
-    elif launched is not None:
-        sharding = _interpret(launched)
-    elif accelerate_config is not None:
-        settings = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
-        sharding = _interpret(settings)
+    file = config
+    if file is None and launched is None:
+        file = accelerate_config
+    if file is not None:
+        settings = read_file(find_file(file, ACCELERATE_CONFIGS, "Accelerate config"))
     else:
-        sharding = _interpret(_read_plain_launch(environ))
+        settings = launched or _read_plain_launch(environ)
+    sharding = _interpret(settings)
+    if config is not None and launched is not None:
+        if launched.has_sizes_alone:
+            # The variables give no layout, so the file's stands in: only the mesh can differ.
+            launched = replace(settings, mesh=launched.mesh, source=launched.source, places={})
+        _refuse_disagreement(sharding, _interpret(launched))
     return replace(sharding, use_cpu=sharding.use_cpu or _uses("CPU", environ))
 
 

@@ -102,10 +102,6 @@ def _is_fsdp1_without_shards(case: Case) -> bool:
     return is_fsdp1(case) and (case.layout.strategy == "NO_SHARD" or case.ranks == 1)
 
 
-def _samples_on_server(case: Case) -> bool:
-    return samples(case) and case["vllm_server_base_url"] is not None
-
-
 HEAD_ADAPTER = "LoRA on the head"
 KEPT = "activation_checkpointing_keeps"
 KEPT_PRODUCTS = "attention_and_projections"
@@ -174,11 +170,10 @@ FEATURES: Mapping[str, Feature] = {
     "masked tokens": _method_feature(lambda c: c.method_facts.masks),
     "early exits": _method_feature(lambda c: c.method_facts.exits),
     "a critic": _method_feature(lambda c: c.method_facts.has_critic),
-    "vllm_server_base_url": Feature(
+    "vllm_server_base_url": _recipe_feature(
+        "vllm_server_base_url",
+        lambda c: samples(c) and c["vllm_server_base_url"] is not None,
         name="vllm_server_base_url",
-        keys=("vllm_server_base_url",),
-        is_on=_samples_on_server,
-        otherwise="remove vllm_server_base_url",
     ),
     # The model
     "a vision-language model": _model_feature(
@@ -229,7 +224,7 @@ FEATURES: Mapping[str, Feature] = {
     KEPT_PRODUCTS: _recipe_feature(
         KEPT, is_set(KEPT, KEPT_PRODUCTS), f"set {KEPT}: attention", "attention"
     ),
-    QAT: _recipe_feature(QAT, has_qat, f"remove {QAT}", None),
+    QAT: _recipe_feature(QAT, has_qat, off=None),
     "attention_dropout": _recipe_feature(
         "attention_dropout", lambda c: c["attention_dropout"], "set attention_dropout: 0", 0.0
     ),
@@ -261,6 +256,14 @@ FEATURES: Mapping[str, Feature] = {
         "overlength",
         lambda c: c["overlength"] in ("truncate", "split"),
         "set overlength: drop or error",
+    ),
+    "adapter_name_or_path": _recipe_feature(
+        "adapter_name_or_path",
+        is_set("adapter_name_or_path"),
+        "merge it into its base (finetune export ADAPTER --output FOLDER) and name FOLDER in "
+        "model_name_or_path",
+        None,
+        name="adapter_name_or_path",
     ),
     "other formats": _recipe_feature(
         "export_formats",
@@ -525,6 +528,11 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "a mixture of experts": "the balance of its routers is counted on all tokens"
     },
     "distill_top_k": {"streaming": "the teacher is asked of all data before training"},
+    "a reference": {
+        "model_config": "the reference is read from files, which have no random weights",
+        "added_tokens": "the reference is read from files, which have none of them",
+        "adapter_name_or_path": "the reference is read from the base's files, without the adapter",
+    },
     # The model
     "a vision-language model": {
         "no text": "it reads text alone",

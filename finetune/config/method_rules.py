@@ -459,36 +459,6 @@ RULES: tuple[Rule, ...] = (
         advice="set 2 or more; 8 is usual",
     ),
     make_rule(
-        "a reference without files",
-        "beta",
-        "model_config",
-        "added_tokens",
-        when=lambda c: (
-            _has_reference(c)
-            and c.recipe.trains_base
-            and (c["model_config"] is not None or c["added_tokens"])
-        ),
-        message=(
-            "beta: the reference is read from files, which have neither random weights nor "
-            "added_tokens"
-        ),
-        advice="set beta: 0",
-    ),
-    make_rule(
-        "a reference with an adapter",
-        "adapter_name_or_path",
-        "beta",
-        when=lambda c: _has_reference(c) and c["use_peft"] and c["adapter_name_or_path"],
-        message=(
-            "beta: the reference is read from the files of the base, without the adapter of "
-            "adapter_name_or_path"
-        ),
-        advice=lambda c: (
-            f"merge the two (finetune export {c['adapter_name_or_path']} --output FOLDER), name "
-            "FOLDER in model_name_or_path and train a new adapter; or set beta: 0"
-        ),
-    ),
-    make_rule(
         "beta of sums",
         "beta",
         "loss_type",

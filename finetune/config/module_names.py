@@ -340,14 +340,16 @@ def adopt_published_names(recipe: Recipe, model_type: str) -> Recipe:
 def _rename_modules(recipe: Recipe, model_type: str) -> tuple[Recipe, list[str]]:
     """Replaces published names in every key that names modules, and returns a line for each."""
     lines: list[str] = []
+    renames = find_renames(model_type)
     keys = [key for key in recipe_keys().values() if key.is_patterns or key.name in TARGET_KEYS]
     for key in keys:
         section = getattr(recipe, key.section)
         value = getattr(section, key.name)
-        if isinstance(value, tuple | Mapping):
-            renamed = _rename_patterns(value, find_renames(model_type))
-        else:
-            renamed = value
+        renamed = value
+        if isinstance(value, Mapping):
+            renamed = {rename_pattern(pattern, renames): each for pattern, each in value.items()}
+        elif isinstance(value, tuple):
+            renamed = tuple(rename_pattern(pattern, renames) for pattern in value)
         if renamed != value:
             pairs = (
                 f"{old} is {new}" for old, new in zip(value, renamed, strict=True) if old != new
@@ -424,13 +426,6 @@ def find_expert_layers(model_type: str) -> Mapping[str, str]:
         for name, parameter in layers.items()
         if name not in find_linear_layers(model_type)
     }
-
-
-def _rename_patterns(patterns: Any, renames: Mapping[str, str]) -> Any:
-    """Renames the modules in each pattern of a tuple, or in each key of a mapping."""
-    if isinstance(patterns, Mapping):
-        return {rename_pattern(pattern, renames): value for pattern, value in patterns.items()}
-    return tuple(rename_pattern(pattern, renames) for pattern in patterns)
 
 
 def rename_pattern(pattern: str, renames: Mapping[str, str]) -> str:

@@ -267,20 +267,8 @@ RULES: tuple[Rule, ...] = (
         "no offload_dir",
         "optim_offload",
         "offload_dir",
-        when=lambda c: c["optim_offload"] == "nvme" and c["offload_dir"] is None,
+        when=lambda c: c["optim_offload"] == "nvme" and not (c["offload_dir"] or "").strip(),
         message="optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node",
-    ),
-    make_rule(
-        "empty offload_dir",
-        "offload_dir",
-        "optim_offload",
-        when=lambda c: (
-            c["optim_offload"] == "nvme"
-            and c["offload_dir"] is not None
-            and not c["offload_dir"].strip()
-        ),
-        message="offload_dir: empty text is no folder",
-        advice="name one on the NVMe disk of each node",
     ),
     # The schedule
     make_rule(

@@ -582,11 +582,11 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
                 ),
                 (
                     ["beta=0.1", "added_tokens=[x]"],
-                    "beta: the reference is read from files, which have neither random weights",
+                    "added_tokens cannot be combined with beta: 0.1: the reference is read from files",
                 ),
                 (
                     ["beta=0.1", LORA, "adapter_name_or_path=A"],
-                    "the base, without the adapter of adapter_name_or_path; merge the two (finetune export A --output",
+                    "read from the base's files, without the adapter; merge it into its base (finetune export ADAPTER --output",
                 ),
                 (
                     [

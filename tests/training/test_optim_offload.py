@@ -119,7 +119,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Cases:
         ),
         (
             ["optim_offload=nvme", "offload_dir=''"],
-            "command line: offload_dir: empty text is no folder",
+            "optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node",
         ),
         (
             ["optim_offload=nvme", "offload_dir=off"],
