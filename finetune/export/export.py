@@ -400,6 +400,11 @@ def _describe_result(source: Source, weights: Weights) -> str:
 QUESTION = "What can you do?"  # the text in commands
 
 
+def _run_python(code: str) -> str:
+    """Makes the command that runs a line of Python."""
+    return shlex.join(["python", "-c", code])
+
+
 def _make_scoring_command(folder: Path, scores_tokens: bool) -> str:
     """Makes the command that scores a text by an exported reward model or classifier.
 
@@ -412,9 +417,7 @@ def _make_scoring_command(folder: Path, scores_tokens: bool) -> str:
             f"pipeline('text-classification', {str(folder)!r}, top_k=None, "
             "function_to_apply='none')"
         )
-    return shlex.join(
-        ["python", "-c", f"from transformers import pipeline; print({pipeline}('{QUESTION}'))"]
-    )
+    return _run_python(f"from transformers import pipeline; print({pipeline}('{QUESTION}'))")
 
 
 def _make_library_command(class_name: str, folder: Path, call: str) -> str:
@@ -425,11 +428,10 @@ def _make_library_command(class_name: str, folder: Path, call: str) -> str:
         folder: The export.
         call: The method with its arguments.
     """
-    code = (
+    return _run_python(
         f"from sentence_transformers import {class_name}; "
         f"print({class_name}({str(folder)!r}).{call})"
     )
-    return shlex.join(["python", "-c", code])
 
 
 def _list_model_commands(
@@ -456,7 +458,7 @@ def _list_model_commands(
     )
     # Double quotes are easier to read, but a shell interprets these characters between them.
     if set(code) & set('"$`\\!'):
-        commands = {"transformers": shlex.join(["python", "-c", code])}
+        commands = {"transformers": _run_python(code)}
     else:
         commands = {"transformers": f'python -c "{code}"'}
     # transformers opens it by another pipeline, whose messages with images are too long for a line.

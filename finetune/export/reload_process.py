@@ -6,6 +6,7 @@ before its own imports. Therefore this module imports no torch.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Collection, Iterator, Mapping
@@ -68,8 +69,7 @@ class ReloadProcess:
         """
         _, stderr = self.process.communicate()
         if self.process.returncode:
-            lines = stderr.strip().splitlines()
-            reason = lines[-1] if lines else f"exit code {self.process.returncode}"
+            reason = describe_end(self.process.returncode, stderr)
             raise UserError(f"not exported: a separate process could not use the result: {reason}")
         from safetensors import safe_open
 
@@ -102,6 +102,14 @@ def start_reload() -> Iterator[ReloadProcess]:
                 yield ReloadProcess(process, results)
             finally:
                 process.kill()
+
+
+def describe_end(exit_code: int, stderr: str) -> str:
+    """Says why a process failed: by its signal, its last line on stderr, or its exit code."""
+    if exit_code < 0:  # Python's form of an end by a signal
+        return f"ended by {signal.Signals(-exit_code).name}"
+    _, _, last_line = stderr.strip().rpartition("\n")
+    return last_line or f"exit code {exit_code}"
 
 
 def make_python_path() -> str:

@@ -19,7 +19,6 @@ import os
 import pickle  # used through _MetadataReader alone, which runs no code
 import pickletools
 import resource
-import signal
 import subprocess
 import sys
 import warnings
@@ -34,7 +33,7 @@ from torch import Tensor, _weights_only_unpickler
 
 from finetune.constants import Shape
 from finetune.errors import UserError
-from finetune.export.reload_process import make_python_path
+from finetune.export.reload_process import describe_end, make_python_path
 from finetune.files.tensors import StoredPart, StoredTensor, join_parts
 
 METADATA = ".metadata"  # the index of a DCP folder
@@ -279,21 +278,14 @@ def _run_find_places(*paths: Path) -> Any:
     try:
         answer = json.loads(finished.stdout)
     except ValueError:
+        reason = describe_end(finished.returncode, finished.stderr.decode(errors="replace"))
         raise UserError(
-            f"{paths[0]}: torch could not read it ({_exit_reason(finished)}); it is damaged, or no "
-            "file that torch wrote"
+            f"{paths[0]}: torch could not read it ({reason}); it is damaged, or no file that torch "
+            "wrote"
         ) from None
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
-
-
-def _exit_reason(finished: "subprocess.CompletedProcess[bytes]") -> str:
-    """Says why a process failed: by its signal, its last line on stderr, or its exit code."""
-    if finished.returncode < 0:  # Python's form of an end by a signal
-        return f"ended by {signal.Signals(-finished.returncode).name}"
-    _, _, last_line = finished.stderr.decode(errors="replace").strip().rpartition("\n")
-    return last_line or f"exit code {finished.returncode}"
 
 
 def main(paths: list[Path]) -> None:
