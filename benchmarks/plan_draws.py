@@ -4,8 +4,8 @@
     python benchmarks/plan_draws.py 7 200 method=kto
     python benchmarks/plan_draws.py 7:31 1                        # draw 31 of seed 7 alone
 
-A draw is a tiny random model, a recipe, a layout on one rank, and full rows. It trains two steps
-on the CPU in a process of its own, and resumes after the first. A ratio is the planned bytes over
+A draw is a tiny random model, a recipe, a layout on one rank, and full rows. It trains three steps
+on the CPU in a process of its own, and resumes after the second. A ratio is the planned bytes over
 what torch's allocator had, both without what stays between steps: below 1 the plan is too low.
 """
 
@@ -63,7 +63,7 @@ OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8
 OPTIMIZERS += ("muon", "sgd")
 LORA = {"use_peft": True, "lora_r": 8}
 WHOLE = {"modules_to_save": ["lm_head", "embed_tokens"]}
-REWARDED = {"rewards": ["answer_format"], "num_generations": 4}
+REWARDED = {"rewards": ["think_format"], "num_generations": 4}
 METHODS: dict[str, list[dict[str, Any]]] = {  # method -> keys of which one mapping is drawn
     "sft": [{}, LORA, LORA | {"load_in_4bit": True}, {"token_loss": "dft"}],
     "dpo": [{}, LORA, LORA | WHOLE],
@@ -79,16 +79,18 @@ METHODS: dict[str, list[dict[str, Any]]] = {  # method -> keys of which one mapp
     "distill": [{}, {"teacher_load_in_4bit": True}, {"distill_top_k": 8}, LORA],
     "grpo": [REWARDED, REWARDED | {"beta": 0.1} | LORA],
     "ppo": [REWARDED],
-    "on_policy_distill": [{"rewards": ["answer_format"]}],
+    "on_policy_distill": [{"rewards": ["think_format"]}],
 }
 
 
-def draw(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Draws keys of a model's config, of a recipe, and of an Accelerate file."""
+def draw(
+    rng: random.Random, given: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Draws keys of a model's config, of a recipe, and of an Accelerate file; some are `given`."""
     heads = rng.choice((2, 4, 8))
     head_size = rng.choice((16, 32))
     model = {
-        "model_type": rng.choice(list(FAMILIES)),
+        "model_type": given.get("model_type") or rng.choice(list(FAMILIES)),
         "hidden_size": rng.choice((64, 128, 256)),
         "intermediate_size": rng.choice((128, 352, 704)),
         "num_hidden_layers": rng.choice((1, 2, 4)),
@@ -100,7 +102,7 @@ def draw(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
     }
     if model["model_type"] in ("phi3", "gpt2"):  # they have no head_dim
         model["hidden_size"] = heads * head_size
-    method = rng.choice(list(METHODS))
+    method = given.get("method") or rng.choice(list(METHODS))
     length, rows = rng.choice((32, 128, 256, 512)), rng.choice((1, 1, 2, 4))
     recipe = {
         "method": method,
@@ -125,6 +127,8 @@ def draw(rng: random.Random) -> tuple[dict[str, Any], dict[str, Any], dict[str, 
         "fsdp_version": rng.choice((1, 2)),
         "fsdp_activation_checkpointing": rng.random() < 0.4,
     }
+    for key, value in given.items():
+        next((part for part in (model, layout) if key in part), recipe)[key] = value
     return model, recipe, layout
 
 
@@ -151,13 +155,11 @@ def make_row(recipe: dict[str, Any], number: int, share: float) -> dict[str, Any
     return {"prompt": prompt, "completion": answer}
 
 
-def write(rng: random.Random, folder: Path, given: dict[str, Any]) -> tuple[list[str], str]:
+def write(rng: random.Random, given: dict[str, Any], folder: Path) -> tuple[list[str], str]:
     """Draws a run and writes its files. Returns its overrides, and all that was drawn in a line."""
     from tests.conftest import make_model
 
-    parts = model, recipe, layout = draw(rng)
-    for key, value in given.items():
-        next((part for part in parts if key in part), recipe)[key] = value
+    parts = model, recipe, layout = draw(rng, given)
     config = FAMILIES[model["model_type"]] | model
     make_model(folder / "model", **config)
     if "distill" in recipe["method"]:
@@ -177,7 +179,7 @@ def write(rng: random.Random, folder: Path, given: dict[str, Any]) -> tuple[list
         "output_dir": f"{folder}/run",
         "accelerate_config": f"{folder}/layout.yaml",
     }
-    run = {"eval_split_size": 8, "max_steps": 2, "save_steps": 1, "export_at_end": False}
+    run = {"eval_split_size": 8, "max_steps": 3, "save_steps": 1, "export_at_end": False}
     overrides = [f"{key}={json.dumps(value)}" for key, value in (recipe | paths | run).items()]
     drawn = (f"{key}={value}".replace(" ", "") for part in parts for key, value in part.items())
     return overrides, " ".join(drawn)
@@ -224,7 +226,7 @@ def train(overrides: list[str], seen: dict[str, Any]) -> None:
         setattr(owner, function, measured(getattr(owner, function), name, seen))
     fine_tune(recipe, sharding)
     (recipe.folder / "finished.json").unlink()
-    shutil.rmtree(step_folder(recipe.folder, 2))
+    shutil.rmtree(step_folder(recipe.folder, 3))
     before = dict(seen)
     fine_tune(recipe, sharding)
     seen |= before  # `resume` is new; the step that follows it is a first one
@@ -243,7 +245,7 @@ def run_draw(seed: str, given: dict[str, Any], out: Connection) -> None:
         drawn = error = ""
         with tempfile.TemporaryDirectory() as folder:
             try:
-                overrides, drawn = write(rng, Path(folder), given)
+                overrides, drawn = write(rng, given, Path(folder))
                 train(overrides, seen)
                 break
             except UserError as refused:
