@@ -92,6 +92,7 @@ from finetune.convert.automodel import (
     SINKS_FROZEN,
     STEPS_UNCLAMPED,
     UNEVEN_ROWS_LEFT_OUT,
+    WITHOUT_ENGINE,
     UNFILLED_LEFT_OUT,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
@@ -452,8 +453,12 @@ def test_automodels_recipe_for_images_packs_by_pack_size_alone(convert: Convert)
             False,
         ),
         (1, {"force_hf": True}, "thd", False),
-        (2, {}, "thd", False),  # an own class has Transformer Engine's attention
-        (2, {"attn_implementation": "flash_attention_2"}, "thd", False),
+        # an own class has Transformer Engine's attention, a dense one where it is installed
+        (2, {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "thd", False),
+        (2, {}, "thd", True),
+        (2, {"backend": {"attn": "sdpa"}}, "thd", True),
+        (2, {"backend": {"attn": "sdpa"}, "attn_implementation": "sdpa"}, "thd", False),
+        (2, {"backend": {"attn": "te"}}, "thd", False),
         (2, {"force_hf": True, "backend": {"attn": "te"}}, "thd", False),
         (2, {"force_hf": True}, "neat", False),
     ],
@@ -466,6 +471,7 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
         AUTOMODEL, model=model, packed_sequence=packed, step_scheduler={"local_batch_size": rows}
     )
     assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
+    assert (WITHOUT_ENGINE in said(made)) == (is_joined and not model)
 
 
 @pytest.mark.parametrize(("part", "is_joined"), [({}, False), ({"pp_microbatch_size": 2}, True)])
