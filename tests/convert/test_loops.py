@@ -92,7 +92,6 @@ from finetune.convert.automodel import (
     SINKS_FROZEN,
     STEPS_UNCLAMPED,
     UNEVEN_ROWS_LEFT_OUT,
-    WITHOUT_ENGINE,
     UNFILLED_LEFT_OUT,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
