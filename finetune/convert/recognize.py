@@ -297,7 +297,8 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         renamed = {**settings, "template": settings.get("template")}
         renamed.pop("micro_batch_size", None)
         return renamed
-    adapters = read_section(settings, "peft_config")
+    settings = _drop_nulls(settings)
+    adapters = _drop_nulls(read_section(settings, "peft_config"))
     kind = str(adapters.get("name", "lora")) if adapters else "full"
     renamed = {**V1_DEFAULTS, "finetuning_type": kind}
     renamed |= {
@@ -329,6 +330,11 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         renamed["model_class"] = "other"
     renamed["packing"] = renamed["batching_strategy"] == PACKING
     return renamed
+
+
+def _drop_nulls(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the section without the keys whose value is null, for which v1 has no meaning."""
+    return {key: value for key, value in section.items() if value is not None}
 
 
 def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:

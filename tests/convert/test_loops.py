@@ -1320,13 +1320,22 @@ def test_weights_that_a_student_of_automodels_has_in_float32_in_one_version_are_
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_said"), [("float32", True), ("bfloat16", False), (None, False)]
+    ("asked", "ranks", "is_said"),
+    [
+        ("float32", 2, True),
+        ("torch.float32", 2, True),
+        ("float32", 1, False),
+        ("float16", 2, False),
+        ("bfloat16", 2, False),
+        (None, 2, False),
+    ],
 )
 def test_a_head_that_automodel_computes_in_float32_is_said(
-    asked: str | None, is_said: bool, convert: Convert
+    asked: str | None, ranks: int, is_said: bool, convert: Convert
 ) -> None:
     moe = {"reshard_after_forward": False, "lm_head_precision": asked}
-    made = convert(AUTOMODEL, distributed={"ep_size": 1, "moe": moe})
+    model = MODEL | {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}
+    made = convert(AUTOMODEL, model=model, distributed={"ep_size": ranks, "moe": moe})
     assert ("the output head multiplies in this dtype there" in said(made)) == is_said
     assert "distributed.moe.reshard_after_forward" in made.ignored
 

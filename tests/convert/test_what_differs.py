@@ -733,6 +733,11 @@ def test_automodels_mistral_has_no_chat_template(convert: Convert) -> None:
     assert WITHOUT_TEMPLATE in said(convert(NEMO, model=instruct))
     assert WITHOUT_TEMPLATE not in said(convert(NEMO, model=instruct, dataset=template))
     assert WITHOUT_TEMPLATE not in said(convert(NEMO))
+    tokenizer = instruct | {"_target_": "transformers.AutoTokenizer.from_pretrained"}
+    dataset = NEMO["dataset"] | {"tokenizer": tokenizer}
+    assert WITHOUT_TEMPLATE not in said(convert(NEMO, model=instruct, dataset=dataset))
+    tokenizer["_target_"] = "nemo_automodel.NeMoAutoTokenizer.from_pretrained"
+    assert WITHOUT_TEMPLATE in said(convert(NEMO, dataset=dataset))
 
 
 NEMO: dict[str, Any] = {
