@@ -361,12 +361,23 @@ def _convert(file: LoadedFile) -> Conversion:
     report_numbers(settings, conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
+    _join_remarks(conversion)
     _drop_reported_keys(conversion)
     # in the order of the schema
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }
     return conversion
+
+
+def _join_remarks(conversion: Conversion) -> None:
+    """Joins a remark on Automodel's validation_dataset with the same one on its dataset."""
+    for remark in list(conversion.remarks):
+        same = f"validation_{remark}"
+        if remark.startswith("dataset: ") and same in conversion.remarks:
+            conversion.remarks.remove(same)
+            index = conversion.remarks.index(remark)
+            conversion.remarks[index] = f"dataset, validation_{remark}"
 
 
 def _drop_reported_keys(conversion: Conversion) -> None:
