@@ -105,7 +105,7 @@ MASKED_AS_FIRST = (
     "what is before it in that row's documents; here in its own"
 )
 WITHOUT_FLASH = "where flash attention is not installed, "
-WITHOUT_ENGINE = "where Transformer Engine is not installed, "
+WHERE_NO_ENGINE = "where Transformer Engine is not installed, "
 OWN_DENSE_FAMILIES = ("llama", "qwen2", "qwen3")  # their inner model gets a forward for stages
 # get_wd of OptimizerParamScheduler
 CHANGING_DECAY = "the weight decay goes from {} to {} there; weight_decay stays the same here"
@@ -288,7 +288,7 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     if is_thd and has_several_rows and _may_join_documents(settings):
         note = DOCUMENTS_NOT_APART
         if _has_dense_class(settings) and "attn" not in _read_backend(settings):
-            note = f"{WITHOUT_ENGINE}{note}"
+            note = f"{WHERE_NO_ENGINE}{note}"
         conversion.add_difference("step_scheduler.local_batch_size", rows, note)
     if is_thd:
         _report_masks_of_stages(settings, conversion)

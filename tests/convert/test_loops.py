@@ -98,9 +98,9 @@ from finetune.convert.automodel import (
     WARMUP_FROM_A_TENTH,
     WARMUP_OF_A_TENTH,
     WEIGHTS_WITH_BIAS,
+    WHERE_NO_ENGINE,
     WIDENED,
     WIDER_WINDOW,
-    WITHOUT_ENGINE,
 )
 from finetune.convert.axolotl import (
     ADAPTERS_AS_BASE,
@@ -470,7 +470,8 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
         AUTOMODEL, model=model, packed_sequence=packed, step_scheduler={"local_batch_size": rows}
     )
     assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
-    assert (WITHOUT_ENGINE in said(made)) == (is_joined and not model)
+    joined_by_default = f"{WHERE_NO_ENGINE}{DOCUMENTS_NOT_APART}" in said(made)
+    assert joined_by_default == (is_joined and not model)
 
 
 @pytest.mark.parametrize(("part", "is_joined"), [({}, False), ({"pp_microbatch_size": 2}, True)])
@@ -709,7 +710,7 @@ def test_transformers_adds_one_to_the_window_of_mimo() -> None:
     ("name", "attention", "line"),
     [
         ("deepseek-ai/DeepSeek-V3.2", "sdpa", SEES_LATER.format("")),
-        ("deepseek-ai/DeepSeek-V3.2", None, SEES_LATER.format(WITHOUT_ENGINE)),
+        ("deepseek-ai/DeepSeek-V3.2", None, SEES_LATER.format(WHERE_NO_ENGINE)),
         ("deepseek-ai/DeepSeek-V3.2", "te", None),
         ("zai-org/GLM-5.2", "sdpa", None),
         ("deepseek-ai/DeepSeek-V3", "sdpa", None),
