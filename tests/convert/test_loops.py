@@ -101,6 +101,7 @@ from finetune.convert.automodel import (
     WHERE_NO_ENGINE,
     WIDENED,
     WIDER_WINDOW,
+    WITHOUT_ENGINE,
 )
 from finetune.convert.axolotl import (
     ADAPTERS_AS_BASE,
@@ -710,7 +711,7 @@ def test_transformers_adds_one_to_the_window_of_mimo() -> None:
     ("name", "attention", "line"),
     [
         ("deepseek-ai/DeepSeek-V3.2", "sdpa", SEES_LATER.format("")),
-        ("deepseek-ai/DeepSeek-V3.2", None, SEES_LATER.format(WHERE_NO_ENGINE)),
+        ("deepseek-ai/DeepSeek-V3.2", None, SEES_LATER.format(WITHOUT_ENGINE)),
         ("deepseek-ai/DeepSeek-V3.2", "te", None),
         ("zai-org/GLM-5.2", "sdpa", None),
         ("deepseek-ai/DeepSeek-V3", "sdpa", None),

@@ -741,7 +741,7 @@ def test_automodels_mistral_has_no_chat_template(convert: Convert) -> None:
 
 
 def test_a_remark_on_both_of_automodels_data_sets_is_one(convert: Convert) -> None:
-    remarks = convert(NEMO, validation_dataset=NEMO["dataset"]).remarks
+    remarks = convert(NEMO, validation_dataset=dict(NEMO["dataset"])).remarks
     joined = [line for line in remarks if line.startswith("dataset, validation_dataset: ")]
     assert joined and not any(line.startswith(("dataset: ", "validation_")) for line in remarks)
 
