@@ -18,7 +18,13 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml, write_yaml
 from finetune.convert.as_read import read_as_tool, report_adam_on_cpu
-from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
+from finetune.convert.asked_layout import (
+    LAUNCH_FILE,
+    AskedLayout,
+    find_zero_stage,
+    read_layout,
+    write_accelerate,
+)
 from finetune.convert.axolotl import FAMILIES_ROUTED_OTHERWISE, report_mlp_kernel
 from finetune.convert.base_model import adapt_model
 from finetune.convert.by_tool import (
@@ -252,6 +258,10 @@ MAYBE_REDUCED = (
     "accelerate launch: its file is not read here; where it shards by FSDP or DeepSpeed, gradients "
     "are added over the ranks in 16 bits there, in float32 here"
 )
+DEEPSPEED_UNREAD = (
+    "not read here, and taken for stage 2 without an optimizer, a schedule or a bound of gradients "
+    "of its own: compare them"
+)
 # pattern of an AdamW's name in lower case -> the remark on where its state is, or in how many bits
 OPTIMIZER_NOTES = {
     "paged.*8bit": "its state is not paged to the host here",
@@ -357,12 +367,23 @@ def _convert(file: LoadedFile) -> Conversion:
     report_numbers(settings, conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
+    _join_remarks(conversion)
     _drop_reported_keys(conversion)
     # in the order of the schema
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }
     return conversion
+
+
+def _join_remarks(conversion: Conversion) -> None:
+    """Joins a remark on Automodel's validation_dataset with the same one on its dataset."""
+    for remark in list(conversion.remarks):
+        same = f"validation_{remark}"
+        if remark.startswith("dataset: ") and same in conversion.remarks:
+            conversion.remarks.remove(same)
+            index = conversion.remarks.index(remark)
+            conversion.remarks[index] = f"dataset, validation_{remark}"
 
 
 def _drop_reported_keys(conversion: Conversion) -> None:
@@ -621,6 +642,9 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     if layout.file is not None:
         recipe["accelerate_config"] = layout.file
     conversion.accelerate_file = write_accelerate(layout)
+    deepspeed = settings.get("deepspeed")
+    if isinstance(deepspeed, str) and find_zero_stage(deepspeed) is None:
+        conversion.add_remark("deepspeed", deepspeed, DEEPSPEED_UNREAD)
     conversion.remarks += layout.remarks()
     reduces_in_fp32 = (
         conversion.tool == "Automodel"

@@ -343,7 +343,9 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
     command = settings.get(COMMAND)
     if command is not None:
         return COMMANDED_METHODS.get(str(command), str(command))
-    if is_online(settings):
+    name = _find_name(source, TRL_NAMES)
+    is_of_pairs = name is not None and _list_online_signs(settings) == {"max_completion_length"}
+    if is_online(settings) and not is_of_pairs:
         return "grpo"
     if settings.get("center_rewards_coefficient") is not None:
         return "reward"
@@ -359,7 +361,7 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
         if _find_name(source, ["reward"]):
             return "reward"
         return "sft"
-    return _find_name(source, TRL_NAMES) or "dpo"
+    return name or "dpo"
 
 
 def _find_name(source: Path, names: Sequence[str]) -> str | None:
@@ -811,11 +813,16 @@ def is_online(settings: ToolFile) -> bool:
 
     Older preference trainers have max_completion_length too, beside keys or losses of their own.
     """
-    signs = {key for key in GRPO_SIGNS if key in settings}
+    signs = _list_online_signs(settings)
     compares = any(key in settings for key in PAIR_SIGNS) or any(
         name in PAIR_LOSSES or name in OTHER_PAIR_LOSSES for name in _read_losses("TRL", settings)
     )
     return bool(signs) and not (compares and signs == {"max_completion_length"})
+
+
+def _list_online_signs(settings: ToolFile) -> set[str]:
+    """Returns the keys of a TRL file that its GRPO trainer has, and its SFT trainer has not."""
+    return {key for key in GRPO_SIGNS if key in settings}
 
 
 def find_unsupported_online(settings: ToolFile) -> Iterator[Unsupported]:

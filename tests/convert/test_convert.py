@@ -1554,6 +1554,8 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(
     }  # fmt: skip
     assert {key: ours.get(key) for key in expected} == expected and "dtype" not in ours
     assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
+    nulls = ("micro_batch_size", "learning_rate", "weight_decay", "lr_scheduler_type", "output_dir")
+    assert converted(V1 + "".join(f"{key}:\n" for key in nulls))[0] == ours
 
 
 @pytest.mark.parametrize("sharding", ["dist_config: {name: fsdp2}", ""])
