@@ -107,6 +107,8 @@ ALWAYS_SIGMOID = (
     "sigmoid's loss there under TRL 0.20 and later, which take the name as an argument that is not "
     "given; as named here, and there under TRL 0.19"
 )
+# concatenated_forward divides them by the lengths of the answers, whatever the loss then is
+SIGMOID_OF_MEANS = f"{ALWAYS_SIGMOID}; of each answer's mean log-probability, as ipo's, there"
 # completion_only_loss: null of TRL's SFTConfig
 COMPLETION_ALONE = (
     "where prompt and completion are two lists of messages, the completion alone is trained there, "
@@ -716,7 +718,8 @@ def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conver
     """Reports what LLaMA-Factory's trainer for `method` does otherwise."""
     pair_loss = settings.get("pref_loss") or "sigmoid"
     if method == "dpo" and pair_loss != "sigmoid":
-        conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
+        sigmoids = SIGMOID_OF_MEANS if pair_loss == "ipo" else ALWAYS_SIGMOID
+        conversion.add_difference("pref_loss", pair_loss, sigmoids)
     if method == "orpo":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if settings.get("pref_ftx") and method != "dpo":
