@@ -231,8 +231,14 @@ OPTIMIZERS_COPY = (
 # filter_first_and_last_linear_layers excludes them.
 ALL_IN_FP8 = "the {} multiplied in FP8 too there, in 16 bits here"
 TRAINED_AS_FILED = (
-    "without FSDP and DeepSpeed the weights are trained in the dtype of the model's files there, "
-    "as a rule bfloat16; in float32 here"
+    "weights that neither ZeRO nor FSDP under bf16 copies are trained in the dtype of the model's "
+    "files there, as a rule bfloat16; in float32 here"
+)
+# examples/scripts/orpo.py and cpo.py of TRL name no dtype
+LOADED_AS_FILED = (
+    "dtype: under transformers 5 the scripts of ORPO and CPO load the weights in the dtype of the "
+    "model's files, as a rule bfloat16, and train them in it where neither ZeRO nor FSDP under "
+    "bf16 makes a copy in float32; in float32 here"
 )
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
@@ -638,10 +644,17 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 def _report_filed_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
     """Reports that TRL trains weights in the dtype of their files where nothing copies them."""
-    is_plain = layout.sharding == "none" and not layout.by_deepspeed
+    if conversion.recipe.get("use_peft"):
+        return
     asked_dtype = settings.get("dtype", settings.get("torch_dtype"))
-    if is_plain and asked_dtype == "auto" and not conversion.recipe.get("use_peft"):
+    is_sharded = layout.sharding != "none"
+    are_copied = layout.by_deepspeed or (is_sharded and layout.precision != "no")
+    if asked_dtype == "auto" and are_copied:
+        conversion.add_remark("dtype", "auto", MASTER_WEIGHTS)
+    elif asked_dtype == "auto":
         conversion.add_difference("dtype", "auto", TRAINED_AS_FILED)
+    elif asked_dtype is None and conversion.recipe.get("method") in ("orpo", "simpo"):
+        conversion.remarks.append(LOADED_AS_FILED)
 
 
 def _report_fp8_layers(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
