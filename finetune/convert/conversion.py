@@ -243,8 +243,14 @@ BASE_IN_FP32 = (
     "bits, to which files in another dtype, as Llama 2's under bf16, are rounded"
 )
 TRAINED_AS_FILED = (
-    "without FSDP and DeepSpeed the weights are trained in the dtype of the model's files there, "
-    "as a rule bfloat16; in float32 here"
+    "weights that neither ZeRO nor FSDP under bf16 copies are trained in the dtype of the model's "
+    "files there, as a rule bfloat16; in float32 here"
+)
+# examples/scripts/orpo.py and cpo.py of TRL name no dtype
+LOADED_AS_FILED = (
+    "dtype: under transformers 5 the scripts of ORPO and CPO load the weights in the dtype of the "
+    "model's files, as a rule bfloat16, and train them in it where neither ZeRO nor FSDP under "
+    "bf16 makes a copy in float32; in float32 here"
 )
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
@@ -668,14 +674,19 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 def _report_loaded_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
     """Reports where TRL trains or computes in the dtype in which it loads the weights."""
-    is_plain = layout.sharding == "none" and not layout.by_deepspeed
-    uses_autocast = layout.precision != "no" and not layout.by_deepspeed
     asked_dtype = settings.get("dtype", settings.get("torch_dtype"))
-    has_adapters = conversion.recipe.get("use_peft")
-    if has_adapters and asked_dtype in (None, "float32") and uses_autocast:
-        conversion.add_remark("dtype", asked_dtype, BASE_IN_FP32)
-    if is_plain and asked_dtype == "auto" and not has_adapters:
+    is_sharded = layout.sharding != "none"
+    are_copied = layout.by_deepspeed or (is_sharded and layout.precision != "no")
+    if conversion.recipe.get("use_peft"):
+        uses_autocast = layout.precision != "no" and not layout.by_deepspeed
+        if asked_dtype in (None, "float32") and uses_autocast:
+            conversion.add_remark("dtype", asked_dtype, BASE_IN_FP32)
+    elif asked_dtype == "auto" and are_copied:
+        conversion.add_remark("dtype", "auto", MASTER_WEIGHTS)
+    elif asked_dtype == "auto":
         conversion.add_difference("dtype", "auto", TRAINED_AS_FILED)
+    elif asked_dtype is None and conversion.recipe.get("method") in ("orpo", "simpo"):
+        conversion.remarks.append(LOADED_AS_FILED)
 
 
 def _report_fp8_layers(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:

@@ -112,7 +112,19 @@ SIGMOID_OF_MEANS = f"{ALWAYS_SIGMOID}; of each answer's mean log-probability, as
 # completion_only_loss: null of TRL's SFTConfig
 COMPLETION_ALONE = (
     "where prompt and completion are two lists of messages, the completion alone is trained there, "
-    "both here: for such rows set assistant_only_loss: true"
+    "with what the template writes after its end, as ChatML's line break; both lists here: for "
+    "such rows set assistant_only_loss: true, which leaves that line break out"
+)
+COMPLETIONS_BREAK = (
+    "where prompt and completion are two lists of messages, what the template writes after the end "
+    "of an answer, as ChatML's line break, is trained too there"
+)
+# get_training_chat_template of TRL's chat_template_utils.py
+MARKED_THERE = (
+    "a tokenizer's template without {% generation %} is replaced there by TRL's own of its family: "
+    "it marks the line break after an answer too, as Qwen2.5's the one before it, and Qwen3's "
+    "writes a thought into every answer, an empty one where a row has none; here the template is "
+    "the tokenizer's"
 )
 WHOLE_ROW = (
     "the cross entropy is over prompt and answer there, the mean of each micro-batch counting "
@@ -457,18 +469,29 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
         shares = describe_shares(settings, "dataset_num_proc")
         conversion.remarks.append(PACKED_AT_A_TIME.format("a thousand", shares))
     masks_prompts = settings.get("completion_only_loss")
+    marks_answers = settings.get("assistant_only_loss")
+    if marks_answers:
+        _train_marked_answers(conversion)
     if masks_prompts:
         conversion.recipe["assistant_only_loss"] = True
+        conversion.add_remark("completion_only_loss", masks_prompts, COMPLETIONS_BREAK)
     elif masks_prompts is False:
         conversion.add_difference(
             "completion_only_loss", False, NOTES["PROMPTS_MASKED"].removeprefix("true; ")
         )
-    elif not settings.get("assistant_only_loss"):
+    elif not marks_answers:
         conversion.add_remark("completion_only_loss", None, COMPLETION_ALONE)
     for name in _read_losses("TRL", settings):
         if name not in map(str, SFT_LOSSES):
             note = "of supervised fine-tuning nll is the only one"
             conversion.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
+
+
+def _train_marked_answers(conversion: Conversion) -> None:
+    """Trains what a template marks of a whole conversation, and reports TRL's own templates."""
+    conversion.recipe["turns"] = "whole"
+    if "chat_template" not in conversion.recipe:
+        conversion.add_remark("assistant_only_loss", True, MARKED_THERE)
 
 
 def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:
