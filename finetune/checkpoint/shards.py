@@ -171,9 +171,9 @@ class TensorShard:
 def get_model_state(model: torch.nn.Module, optimizer: Optimizer | None = None) -> dict[str, Any]:
     """Returns the model's tensors by transformers' names; a tied tensor has its first name only.
 
-    They are not copies. With adapters, only trained parameters are returned: the adapters and
-    `modules_to_save`. An offloaded `optimizer` adds its master weights, which replace the model's
-    parameters.
+    They are not copies, except under FSDP1. With adapters, only trained parameters are returned:
+    the adapters and `modules_to_save`. An offloaded `optimizer` adds its master weights, which
+    replace the model's parameters.
     """
     names = {clean_tensor_name(name) for name, _ in unwrap(model).named_parameters()}
     state: dict[str, Any]
@@ -192,9 +192,9 @@ def get_model_state(model: torch.nn.Module, optimizer: Optimizer | None = None) 
 def get_optimizer_state(model: torch.nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Returns the optimizer's state in one dict, under flat names.
 
-    Names are such as `state.<parameter>.exp_avg` and `param_groups.…`. Tensors are not copies. An
-    optimizer that has no state yet gets it here; {} if it keeps none. An offloaded optimizer
-    returns its moments only.
+    Names are such as `state.<parameter>.exp_avg` and `param_groups.…`. Tensors are not copies,
+    except under FSDP1. An optimizer that has no state yet gets it here; {} if it keeps none. An
+    offloaded optimizer returns its moments only.
     """
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
@@ -391,6 +391,7 @@ def read_shards(
         if is_quantized(shard.tensor):  # torchao's `copy_` quantizes, but only fp32 on its device
             values = values.to(shard.tensor.device, torch.float32)
         shard.tensor.copy_(values)
+        del values  # before the next ones are read
 
 
 def _make_name_error(

@@ -13,7 +13,7 @@ from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.asked_layout import find_zero_stage
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.factory import is_of_bridge, is_of_mcore
-from finetune.convert.value_conversion import Conversion, read_section
+from finetune.convert.value_conversion import DTYPES, Conversion, read_section
 
 # tools whose files hold transformers' TrainingArguments by name
 TRAINERS: tuple[Tool, ...] = ("TRL", "LLaMA-Factory", "ms-swift")
@@ -72,6 +72,15 @@ def starts_by_lora_ga(file: ToolFile) -> bool:
     makes_others = file.get("adapters") or file.get("use_swift_lora")
     is_of_peft = file.get("tuner_backend", "peft") == "peft"
     return file.get("init_weights") == "lora-ga" and is_of_peft and not makes_others
+
+
+def _has_head_in_fp32(file: ToolFile) -> bool:
+    """Whether lm_head_precision of an Automodel file has an effect."""
+    layout = read_section(file, "distributed")
+    ranks = layout.get("ep_size")
+    precision = str(read_section(layout, "moe").get("lm_head_precision"))
+    spreads_experts = isinstance(ranks, int) and ranks > 1
+    return spreads_experts and DTYPES.get(precision.removeprefix("torch.")) == "float32"
 
 
 def _updates_matrices(optimizer: str) -> bool:
@@ -192,6 +201,13 @@ UNREAD_RULES = (
         ("Automodel",),
         ("clip_grad_norm.max_norm",),
         lambda file: read_section(file, "clip_grad_norm").get("max_norm") is None,
+    ),
+    # parallelize_model of components/moe/parallelizer.py, which takes float32 alone for a head's
+    # dtype; recipes/_dist_utils.py reads the section where experts are spread over ranks alone
+    UnreadRule(
+        ("Automodel",),
+        ("distributed.moe.lm_head_precision",),
+        lambda file: not _has_head_in_fp32(file),
     ),
     # hparams/parser.py takes null for an absent key: packing is then on with stage: pt alone
     UnreadRule(("LLaMA-Factory",), ("packing",), lambda file: file.get("packing") is None),
@@ -329,7 +345,10 @@ NULL_WORDS: Mapping[str, Any] = {"none": None}
 WORDS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": {**TRUTH_WORDS, **NULL_WORDS, "null": None},
     "Automodel": {**TRUTH_WORDS, **NULL_WORDS},
-    "ms-swift": {**TRUTH_WORDS, "yes": True},
+    "ms-swift": {
+        **dict.fromkeys(("true", "yes", "t", "y"), True),
+        **dict.fromkeys(("false", "no", "f", "n"), False),
+    },
     "Axolotl": TRUTH_WORDS,
 }
 AS_TEXT = ("report_to", "eos_token", "pad_token")  # keys whose values TRL leaves as they are
@@ -341,7 +360,7 @@ def _read_word(tool: Tool, key: str, value: Any) -> Any:
 
     YAML, by which the values of a command are read too, takes the strategy no for false.
     """
-    if key in STRATEGY_KEYS and value is False:
+    if key in STRATEGY_KEYS and value in (False, "no"):
         return "no"
     if isinstance(value, str) and key not in AS_TEXT:
         return WORDS.get(tool, {}).get(value.lower(), value)
@@ -418,6 +437,8 @@ def _find_schedule(file: ToolFile) -> str:
 
 def _remove_key(file: dict[str, Any], dotted: str) -> bool:
     """Removes a key, nested where `dotted` has a dot; returns whether its value was not null."""
-    section, _, name = dotted.rpartition(".")
-    mapping: Any = file.get(section) if section else file
+    *sections, name = dotted.split(".")
+    mapping: Any = file
+    for section in sections:
+        mapping = mapping.get(section) if isinstance(mapping, dict) else None
     return isinstance(mapping, dict) and mapping.pop(name, None) is not None

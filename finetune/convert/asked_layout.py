@@ -195,7 +195,7 @@ def _read_trainers_file(tool: Tool, settings: ToolFile, text: str) -> AskedLayou
         and (is_plain or settings.get("bf16") == "full" or _keeps_loaded_dtype(settings))
     )
     is_loaded_bf16 = tool == "ms-swift" and precision == "bf16" and is_plain
-    pure_bf16 = settings.get("pure_bf16") is True or is_full_bf16 or is_loaded_bf16
+    pure_bf16 = _trains_pure_bf16(settings, is_plain) or is_full_bf16 or is_loaded_bf16
     tensors = (settings.get("tensor_parallel_size"), settings.get("tensor_model_parallel_size"))
     experts = (settings.get("expert_parallel_size"), settings.get("expert_model_parallel_size"))
     return AskedLayout(
@@ -211,6 +211,17 @@ def _read_trainers_file(tool: Tool, settings: ToolFile, text: str) -> AskedLayou
         replicas=_read_size(settings.get("dp_replicate_size")),
         shards=_read_size(settings.get("dp_shard_size")),
     )
+
+
+def _trains_pure_bf16(settings: ToolFile, is_plain: bool) -> bool:
+    """Whether LLaMA-Factory's pure_bf16 has the weights trained in bfloat16.
+
+    Under DeepSpeed, and under FSDP with bf16, they are copied to float32 for all that; not by v1,
+    to whose files `rename_v1` adds the key.
+    """
+    is_copied = not is_plain and bool(settings.get("bf16") or settings.get("deepspeed"))
+    is_v1 = "batching_strategy" in settings
+    return settings.get("pure_bf16") is True and (is_v1 or not is_copied)
 
 
 def count_sharing_ranks(settings: ToolFile) -> int:

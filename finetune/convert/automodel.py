@@ -105,6 +105,7 @@ MASKED_AS_FIRST = (
     "what is before it in that row's documents; here in its own"
 )
 WITHOUT_FLASH = "where flash attention is not installed, "
+WHERE_NO_ENGINE = "where Transformer Engine is not installed, "
 OWN_DENSE_FAMILIES = ("llama", "qwen2", "qwen3")  # their inner model gets a forward for stages
 # get_wd of OptimizerParamScheduler
 CHANGING_DECAY = "the weight decay goes from {} to {} there; weight_decay stays the same here"
@@ -280,14 +281,15 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         note = PADDED_ROWS.format(padded_length)
         conversion.add_difference("packed_sequence.packed_sequence_size", size, note)
     rows = _count_rows_of_forward(settings)
-    model = read_section(settings, "model")
     is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
     if is_thd and not is_padded:  # padded rows have one length, and both tools pack these alike
         conversion.remarks.append(PACKED_IN_ORDER)
     has_several_rows = isinstance(rows, int) and rows > 1
-    may_join = not model.get("backend") and _may_join_documents(settings)
-    if is_thd and has_several_rows and may_join:
-        conversion.add_difference("step_scheduler.local_batch_size", rows, DOCUMENTS_NOT_APART)
+    if is_thd and has_several_rows and _may_join_documents(settings):
+        note = DOCUMENTS_NOT_APART
+        if _has_dense_class(settings) and "attn" not in _read_backend(settings):
+            note = f"{WHERE_NO_ENGINE}{note}"
+        conversion.add_difference("step_scheduler.local_batch_size", rows, note)
     if is_thd:
         _report_masks_of_stages(settings, conversion)
 
@@ -297,9 +299,8 @@ def _report_masks_of_stages(settings: ToolFile, conversion: Conversion) -> None:
     model = read_section(settings, "model")
     pipeline = read_section(read_section(settings, "distributed"), "pipeline")
     attention = model.get("attn_implementation")
-    has_dense_class = guess_family(name_model(settings)) in OWN_DENSE_FAMILIES
     is_patched = has_stages(settings) and pipeline.get("patch_inner_model", True)
-    if not is_patched or not has_dense_class or is_of_transformers(settings):
+    if not is_patched or not _has_dense_class(settings):
         return
     if attention is None:
         conversion.remarks.append(f"packing: {WITHOUT_FLASH}{MASKED_AS_FIRST}")
@@ -354,15 +355,31 @@ def _may_join_documents(settings: ToolFile) -> bool:
 
     transformers' classes get flash attention for packed rows, by _apply_preload_overrides of
     kernel_patches.py. An own class has Transformer Engine's attention by default, which keeps
-    documents apart.
+    documents apart. Without it, dense ones have that of transformers.
     """
-    model = read_section(settings, "model")
     family = guess_family(name_model(settings))
+    backend = _read_backend(settings)
+    has_flash = read_section(settings, "model").get("attn_implementation") not in NOT_FLASH
+    if _has_dense_class(settings):
+        return has_flash and backend.get("attn") != "te"
+    if backend:
+        return False
     if is_of_transformers(settings):
         return True
     if family is None:  # a name that says no family may be that of an own class
-        return model.get("attn_implementation") not in NOT_FLASH
+        return has_flash
     return family not in OWN_FAMILIES
+
+
+def _has_dense_class(settings: ToolFile) -> bool:
+    """Whether Automodel loads one of its own classes of dense models."""
+    has_family = guess_family(name_model(settings)) in OWN_DENSE_FAMILIES
+    return has_family and not is_of_transformers(settings)
+
+
+def _read_backend(settings: ToolFile) -> Mapping[str, Any]:
+    """Returns the section of the model's kernels, an own class's alone; empty without one."""
+    return read_section(read_section(settings, "model"), "backend")
 
 
 # families whose own class gives Gate, of components/moe/layers.py, no dtype by default

@@ -269,7 +269,7 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(note)
     elif (
         tool == "Axolotl"
-        and "max_steps" not in recipe
+        and not settings.get("max_steps")  # of a negative one Trainer counts the steps
         and (is_packed or settings.get("sample_packing") or epochs != 1)
     ):
         conversion.remarks.append(WHOLE_STEPS_COUNTED)
@@ -533,8 +533,9 @@ def _report_embedding_moments(settings: ToolFile, conversion: Conversion) -> Non
     name = str(settings.get(key))
     if not re.search(BITSANDBYTES_8_BITS, name):
         return
-    # DeepSpeed's optimizer has a flat tensor in place of the embedding; v1 is no Trainer
-    if settings.get("deepspeed") or conversion.is_factory_v1:
+    # DeepSpeed's optimizer, and FSDP1, may have a flat tensor in place of the embedding
+    is_flat = conversion.tool == "Axolotl" and has_flat_parameters(settings)
+    if settings.get("deepspeed") or is_flat or conversion.is_factory_v1:  # v1 is no Trainer
         return
     if _has_adapters(conversion):
         trained = recipe.get("modules_to_save") or ()

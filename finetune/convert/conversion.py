@@ -18,7 +18,13 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml, write_yaml
 from finetune.convert.as_read import read_as_tool, report_adam_on_cpu
-from finetune.convert.asked_layout import LAUNCH_FILE, AskedLayout, read_layout, write_accelerate
+from finetune.convert.asked_layout import (
+    LAUNCH_FILE,
+    AskedLayout,
+    find_zero_stage,
+    read_layout,
+    write_accelerate,
+)
 from finetune.convert.axolotl import FAMILIES_ROUTED_OTHERWISE, report_mlp_kernel
 from finetune.convert.base_model import adapt_model
 from finetune.convert.by_tool import (
@@ -237,8 +243,14 @@ BASE_IN_FP32 = (
     "bits, to which files in another dtype, as Llama 2's under bf16, are rounded"
 )
 TRAINED_AS_FILED = (
-    "without FSDP and DeepSpeed the weights are trained in the dtype of the model's files there, "
-    "as a rule bfloat16; in float32 here"
+    "weights that neither ZeRO nor FSDP under bf16 copies are trained in the dtype of the model's "
+    "files there, as a rule bfloat16; in float32 here"
+)
+# examples/scripts/orpo.py and cpo.py of TRL name no dtype
+LOADED_AS_FILED = (
+    "dtype: under transformers 5 the scripts of ORPO and CPO load the weights in the dtype of the "
+    "model's files, as a rule bfloat16, and train them in it where neither ZeRO nor FSDP under "
+    "bf16 makes a copy in float32; in float32 here"
 )
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
@@ -251,6 +263,10 @@ REDUCED_ALONE = "gradients: added over the ranks in 16 bits there, in float32 he
 MAYBE_REDUCED = (
     "accelerate launch: its file is not read here; where it shards by FSDP or DeepSpeed, gradients "
     "are added over the ranks in 16 bits there, in float32 here"
+)
+DEEPSPEED_UNREAD = (
+    "not read here, and taken for stage 2 without an optimizer, a schedule or a bound of gradients "
+    "of its own: compare them"
 )
 # pattern of an AdamW's name in lower case -> the remark on where its state is, or in how many bits
 OPTIMIZER_NOTES = {
@@ -357,12 +373,23 @@ def _convert(file: LoadedFile) -> Conversion:
     report_numbers(settings, conversion)
     report_evaluation(settings, conversion)
     report_images(settings, conversion)
+    _join_remarks(conversion)
     _drop_reported_keys(conversion)
     # in the order of the schema
     conversion.recipe = {
         key: conversion.recipe[key] for key in recipe_keys() if key in conversion.recipe
     }
     return conversion
+
+
+def _join_remarks(conversion: Conversion) -> None:
+    """Joins a remark on Automodel's validation_dataset with the same one on its dataset."""
+    for remark in list(conversion.remarks):
+        same = f"validation_{remark}"
+        if remark.startswith("dataset: ") and same in conversion.remarks:
+            conversion.remarks.remove(same)
+            index = conversion.remarks.index(remark)
+            conversion.remarks[index] = f"dataset, validation_{remark}"
 
 
 def _drop_reported_keys(conversion: Conversion) -> None:
@@ -621,6 +648,9 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
     if layout.file is not None:
         recipe["accelerate_config"] = layout.file
     conversion.accelerate_file = write_accelerate(layout)
+    deepspeed = settings.get("deepspeed")
+    if isinstance(deepspeed, str) and find_zero_stage(deepspeed) is None:
+        conversion.add_remark("deepspeed", deepspeed, DEEPSPEED_UNREAD)
     conversion.remarks += layout.remarks()
     reduces_in_fp32 = (
         conversion.tool == "Automodel"
@@ -644,14 +674,19 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
 
 def _report_loaded_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
     """Reports where TRL trains or computes in the dtype in which it loads the weights."""
-    is_plain = layout.sharding == "none" and not layout.by_deepspeed
-    uses_autocast = layout.precision != "no" and not layout.by_deepspeed
     asked_dtype = settings.get("dtype", settings.get("torch_dtype"))
-    has_adapters = conversion.recipe.get("use_peft")
-    if has_adapters and asked_dtype in (None, "float32") and uses_autocast:
-        conversion.add_remark("dtype", asked_dtype, BASE_IN_FP32)
-    if is_plain and asked_dtype == "auto" and not has_adapters:
+    is_sharded = layout.sharding != "none"
+    are_copied = layout.by_deepspeed or (is_sharded and layout.precision != "no")
+    if conversion.recipe.get("use_peft"):
+        uses_autocast = layout.precision != "no" and not layout.by_deepspeed
+        if asked_dtype in (None, "float32") and uses_autocast:
+            conversion.add_remark("dtype", asked_dtype, BASE_IN_FP32)
+    elif asked_dtype == "auto" and are_copied:
+        conversion.add_remark("dtype", "auto", MASTER_WEIGHTS)
+    elif asked_dtype == "auto":
         conversion.add_difference("dtype", "auto", TRAINED_AS_FILED)
+    elif asked_dtype is None and conversion.recipe.get("method") in ("orpo", "simpo"):
+        conversion.remarks.append(LOADED_AS_FILED)
 
 
 def _report_fp8_layers(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:

@@ -38,7 +38,7 @@ from finetune.convert.entries import (
 from finetune.convert.factory_v1 import V1_ROWS, list_v1_entries, read_v1_entry
 from finetune.convert.foreign_values import shorten
 from finetune.convert.image_models import runs_for_images
-from finetune.convert.model_names import guess_family, guess_vision_family
+from finetune.convert.model_names import guess_family, guess_vision_family, name_model
 from finetune.convert.runnable import OWN_WORDS, WORDS_THERE
 from finetune.convert.shared import PACKED_IN_ORDER
 from finetune.convert.swift import ON_HUGGING_FACE, adapt_rows, repeat_rows
@@ -421,9 +421,10 @@ def _read_automodel(
 ) -> tuple[Sources, Sources]:
     """Converts the data sets of an Automodel file: (for training, held out)."""
     ignored_keys = READ_ELSEWHERE if runs_for_images(settings) else ()
+    has_common = _has_mistral_common(settings)
 
     def read(entry: DataSetEntry) -> Sources:
-        return _read_automodel_entry(entry, source, conversion)
+        return _read_automodel_entry(entry, source, has_common, conversion)
 
     def read_key(key: str) -> Sources:
         section = settings.get(key)
@@ -436,7 +437,9 @@ def _read_automodel(
     return train, read_key("validation_dataset")
 
 
-def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Conversion) -> Sources:
+def _read_automodel_entry(
+    entry: DataSetEntry, source: Path, has_common: bool, conversion: Conversion
+) -> Sources:
     """Converts a data set of an Automodel file, by the function or class that reads it there."""
     kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
     entry.flatten("column_mapping", "tokenizer")
@@ -459,6 +462,8 @@ def _read_automodel_entry(entry: DataSetEntry, source: Path, conversion: Convers
     keys |= _take_automodel_format(entry, kind, path, conversion)
     template = _find_template(entry.take("chat_template"), source)
     _report_automodel_template(entry, kind, template, conversion)
+    if has_common and kind == "make_squad_dataset" and not template:
+        conversion.add_difference(f"{entry.where}._target_", kind, WITHOUT_TEMPLATE)
     if template:
         conversion.recipe["chat_template"] = str(template)
     paths = path if isinstance(path, list) else [path]
@@ -482,10 +487,6 @@ def _report_automodel_template(
         conversion.remarks.append(f"{entry.where}: {note}")
     if kind == "ChatDataset":
         _report_turns(entry, template, conversion)
-    name = str(conversion.recipe.get("model_name_or_path"))
-    families = {guess_family(name), guess_vision_family(name)}
-    if kind == "make_squad_dataset" and not template and families & {*BY_MISTRAL_COMMON}:
-        conversion.add_difference(f"{entry.where}._target_", kind, WITHOUT_TEMPLATE)
 
 
 def _read_mixture_of_texts(entry: DataSetEntry, conversion: Conversion) -> Sources:
@@ -572,6 +573,15 @@ def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:
     for key, value in section.items():
         if key not in TOKENIZER_KEYS and value is not None:
             conversion.add_difference(f"dataset.tokenizer.{key}", value, TOKENIZER_AS_IT_IS)
+
+
+def _has_mistral_common(settings: ToolFile) -> bool:
+    """Whether the tokenizer of an Automodel file is mistral-common's."""
+    tokenizer = read_section(read_section(settings, "dataset"), "tokenizer")
+    name = str(tokenizer.get("pretrained_model_name_or_path") or name_model(settings))
+    families = {guess_family(name), guess_vision_family(name)}
+    is_of_transformers = str(tokenizer.get("_target_")).startswith("transformers.")
+    return bool(families & {*BY_MISTRAL_COMMON}) and not is_of_transformers
 
 
 def _take_first(entry: DataSetEntry, *keys: str) -> Any:
@@ -1266,7 +1276,7 @@ SWIFT_HUB = (
 # hub::path:subset/subset#count, of which the path alone must be there: `parse` of ms-swift's
 # dataset_syntax.py
 SWIFT_NAME = re.compile(
-    r"((?P<hub>hf|ms)::)?(?P<path>[^#]*?)(:(?P<subsets>[\w/-]+))?(#(?P<count>\d+))?", re.IGNORECASE
+    r"((?P<hub>hf|ms)::)?(?P<path>[^#]*?)(:(?P<subsets>[\w./-]+))?(#(?P<count>\d+))?", re.IGNORECASE
 )
 # _select_subsets and load of its dataset/loader.py
 ALL_SUBSETS = "all subsets that ms-swift lists for it, else its default one; here the default alone"

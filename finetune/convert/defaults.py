@@ -109,7 +109,7 @@ def add_defaults(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.tool == "ms-swift":
         _fit_swift(conversion, defaults)
     _keep_unlimited_length(settings, conversion, defaults)
-    _fit_schedule(conversion, defaults)
+    _fit_schedule(settings, conversion, defaults)
     _fit_data(settings, conversion, defaults)
     _fit_adapters(conversion, defaults)
     _fit_saves(settings, conversion, defaults)
@@ -148,7 +148,7 @@ def _keep_unlimited_length(
         conversion.remarks.append(LIMIT_NOTES.get(tool, UNLIMITED_NOTE))
 
 
-def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:
+def _fit_schedule(settings: ToolFile, conversion: Conversion, defaults: dict[str, Any]) -> None:
     """Removes the default of the warm-up key that the recipe does not use.
 
     warmup_steps and warmup_ratio say the same: with one in the recipe, the other has no default.
@@ -159,7 +159,12 @@ def _fit_schedule(conversion: Conversion, defaults: dict[str, Any]) -> None:
         del defaults["warmup_steps"]
     if recipe.get("warmup_steps"):
         defaults.pop("warmup_ratio", None)
-    if conversion.tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():
+    if conversion.tool != "Axolotl" or {"warmup_steps", "warmup_ratio"} & recipe.keys():
+        return
+    # _configure_warmup_and_logging takes its share of a negative max_steps, which is no step
+    if settings.get("max_steps") and "max_steps" not in recipe:
+        defaults["warmup_ratio"] = 0.0
+    else:
         conversion.add_remark("warmup_steps", None, WARMUP_THERE)
 
 

@@ -3,6 +3,7 @@
 Paths in comments are in its src/llamafactory, unless they name another package.
 """
 
+import math
 import re
 
 from finetune.constants import ALL_LINEAR
@@ -94,6 +95,26 @@ SHARED_CUT = (
     "cutoff_len: {}   (of a longer row its prompt and its answer are both cut there, by share; its "
     "end here)"
 )
+# _get_num_items_in_batch of transformers' Trainer until 5.8, the newest that LLaMA-Factory takes
+FIRST_COUNTED = (
+    "loss: divided by the number of labels there, of which each row's first has no loss; by that "
+    "of the trained tokens here"
+)
+# our templates of which `turns: auto` makes a text for each answer: they leave out earlier thoughts
+SPLIT_TEMPLATES = ("qwen3", "qwen3.5", "qwen3.6")
+# create_custom_scheduler of train/trainer_utils.py
+DECAYS_EARLY = (
+    "the rate stays for a third of the steps after the warm-up there, then decays over this many, "
+    "and is 0 from there on; here it decays over the last ones of the run"
+)
+DECAYS_AFTER = (
+    "the decay takes two thirds of the steps after the warm-up there, the last two thirds of all "
+    "here"
+)
+ROW_FOR_EACH_ANSWER = (
+    "rows: a conversation of several answers is one row there; here each answer is a row, after "
+    "the prompt of inference, so an epoch of such conversations has more steps"
+)
 
 
 def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
@@ -161,6 +182,40 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
     if packs:
         _report_packing(settings, conversion)
+    _report_counts(settings, conversion)
+    if not is_of_megatron(settings):
+        _set_decay(settings, conversion)
+
+
+def _set_decay(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets how long warmup_stable_decay decays: two thirds of the steps after the warm-up."""
+    recipe = conversion.recipe
+    if recipe.get("lr_scheduler_type") != "warmup_stable_decay":
+        return
+    arguments = recipe.setdefault("lr_scheduler_kwargs", {})
+    names_stable = "num_stable_steps" in str(settings.get("lr_scheduler_kwargs"))
+    if "num_decay_steps" in arguments:
+        if not names_stable:
+            decay = arguments["num_decay_steps"]
+            conversion.add_difference("lr_scheduler_kwargs.num_decay_steps", decay, DECAYS_EARLY)
+        return
+    left = 2 * (1 - recipe.get("warmup_ratio", 0)) / 3
+    arguments["num_decay_steps"] = math.floor(left * 1e6) / 1e6  # the loop rounds steps up
+    if recipe.get("warmup_steps"):
+        conversion.add_remark("lr_scheduler_type", recipe["lr_scheduler_type"], DECAYS_AFTER)
+
+
+def _report_counts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what is counted otherwise there: the labels of a step, the rows of an epoch."""
+    recipe = conversion.recipe
+    stage = settings.get("stage", "sft")
+    trains_firsts = stage == "pt" or (stage == "sft" and settings.get("train_on_prompt"))
+    has_vision = conversion.images is not None or has_tower(name_model(settings))
+    if trains_firsts and not has_vision and not is_of_megatron(settings):
+        conversion.remarks.append(FIRST_COUNTED)
+    splits = recipe.get("chat_template") in SPLIT_TEMPLATES and recipe.get("train_on") != "all"
+    if stage == "sft" and splits and "turns" not in recipe:
+        conversion.remarks.append(ROW_FOR_EACH_ANSWER)
 
 
 def _name_eos(settings: ToolFile, conversion: Conversion) -> None:

@@ -181,6 +181,7 @@ VISION_FAMILIES = (
     (r"moss-vl", "moss_vl"),
     (r"apertus-v?1\.5", "apertus1p5"),
 )
+AUDIO = "audio"
 AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio|[-_]tts\b")
 # models of text that also take sound
 HEARING_MODEL = re.compile(r"gemma-?3n|gemma-?4(?!b)|phi-?4-?multimodal|minicpm-?o")
@@ -216,7 +217,7 @@ QUANTIZED_MODEL = re.compile(
     r"([-_]int[48]\b|[-_]fp4\b|(?<!bnb)[-_][48]-?bit)"
 )
 REFUSED_NAMES = {  # pattern of a name -> the cause that the refusal names
-    AUDIO_MODEL: "audio",
+    AUDIO_MODEL: AUDIO,
     MULTIMODAL_MODEL: "multimodal",
     MOE_MODEL: MOE_CAUSE,
     FIRST_QWEN: "a model whose code is not in transformers",

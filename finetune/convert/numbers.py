@@ -200,7 +200,10 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
     warmup = share if steps is None else steps
     is_linear = not settings.get("lr_quadratic_warmup")  # of Axolotl, which has a line of its own
-    if warmup and is_linear and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
+    schedules = (settings.get("lr_scheduler_type"), settings.get("lr_scheduler"))
+    warms_as_here = "cosine_warmup_with_min_lr" in schedules
+    starts_at_zero = conversion.tool != "Automodel" or _starts_at_zero(settings)
+    if warmup and is_linear and starts_at_zero and not warms_as_here:
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)

@@ -107,10 +107,24 @@ ALWAYS_SIGMOID = (
     "sigmoid's loss there under TRL 0.20 and later, which take the name as an argument that is not "
     "given; as named here, and there under TRL 0.19"
 )
+# concatenated_forward divides them by the lengths of the answers, whatever the loss then is
+SIGMOID_OF_MEANS = f"{ALWAYS_SIGMOID}; of each answer's mean log-probability, as ipo's, there"
 # completion_only_loss: null of TRL's SFTConfig
 COMPLETION_ALONE = (
     "where prompt and completion are two lists of messages, the completion alone is trained there, "
-    "both here: for such rows set assistant_only_loss: true"
+    "with what the template writes after its end, as ChatML's line break; both lists here: for "
+    "such rows set assistant_only_loss: true, which leaves that line break out"
+)
+COMPLETIONS_BREAK = (
+    "where prompt and completion are two lists of messages, what the template writes after the end "
+    "of an answer, as ChatML's line break, is trained too there"
+)
+# get_training_chat_template of TRL's chat_template_utils.py
+MARKED_THERE = (
+    "a tokenizer's template without {% generation %} is replaced there by TRL's own of its family: "
+    "it marks the line break after an answer too, as Qwen2.5's the one before it, and Qwen3's "
+    "writes a thought into every answer, an empty one where a row has none; here the template is "
+    "the tokenizer's"
 )
 WHOLE_ROW = (
     "the cross entropy is over prompt and answer there, the mean of each micro-batch counting "
@@ -343,7 +357,9 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
     command = settings.get(COMMAND)
     if command is not None:
         return COMMANDED_METHODS.get(str(command), str(command))
-    if is_online(settings):
+    name = _find_name(source, TRL_NAMES)
+    is_of_pairs = name is not None and _list_online_signs(settings) == {"max_completion_length"}
+    if is_online(settings) and not is_of_pairs:
         return "grpo"
     if settings.get("center_rewards_coefficient") is not None:
         return "reward"
@@ -359,7 +375,7 @@ def _find_trl_method(settings: ToolFile, source: Path) -> str:
         if _find_name(source, ["reward"]):
             return "reward"
         return "sft"
-    return _find_name(source, TRL_NAMES) or "dpo"
+    return name or "dpo"
 
 
 def _find_name(source: Path, names: Sequence[str]) -> str | None:
@@ -453,18 +469,29 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
         shares = describe_shares(settings, "dataset_num_proc")
         conversion.remarks.append(PACKED_AT_A_TIME.format("a thousand", shares))
     masks_prompts = settings.get("completion_only_loss")
+    marks_answers = settings.get("assistant_only_loss")
+    if marks_answers:
+        _train_marked_answers(conversion)
     if masks_prompts:
         conversion.recipe["assistant_only_loss"] = True
+        conversion.add_remark("completion_only_loss", masks_prompts, COMPLETIONS_BREAK)
     elif masks_prompts is False:
         conversion.add_difference(
             "completion_only_loss", False, NOTES["PROMPTS_MASKED"].removeprefix("true; ")
         )
-    elif not settings.get("assistant_only_loss"):
+    elif not marks_answers:
         conversion.add_remark("completion_only_loss", None, COMPLETION_ALONE)
     for name in _read_losses("TRL", settings):
         if name not in map(str, SFT_LOSSES):
             note = "of supervised fine-tuning nll is the only one"
             conversion.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
+
+
+def _train_marked_answers(conversion: Conversion) -> None:
+    """Trains what a template marks of a whole conversation, and reports TRL's own templates."""
+    conversion.recipe["turns"] = "whole"
+    if "chat_template" not in conversion.recipe:
+        conversion.add_remark("assistant_only_loss", True, MARKED_THERE)
 
 
 def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:
@@ -714,7 +741,8 @@ def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conver
     """Reports what LLaMA-Factory's trainer for `method` does otherwise."""
     pair_loss = settings.get("pref_loss") or "sigmoid"
     if method == "dpo" and pair_loss != "sigmoid":
-        conversion.add_difference("pref_loss", pair_loss, ALWAYS_SIGMOID)
+        sigmoids = SIGMOID_OF_MEANS if pair_loss == "ipo" else ALWAYS_SIGMOID
+        conversion.add_difference("pref_loss", pair_loss, sigmoids)
     if method == "orpo":
         conversion.remarks.append(f"pref_loss: orpo   ({NOTES['MEAN_OF_MEANS']})")
     if settings.get("pref_ftx") and method != "dpo":
@@ -811,11 +839,16 @@ def is_online(settings: ToolFile) -> bool:
 
     Older preference trainers have max_completion_length too, beside keys or losses of their own.
     """
-    signs = {key for key in GRPO_SIGNS if key in settings}
+    signs = _list_online_signs(settings)
     compares = any(key in settings for key in PAIR_SIGNS) or any(
         name in PAIR_LOSSES or name in OTHER_PAIR_LOSSES for name in _read_losses("TRL", settings)
     )
     return bool(signs) and not (compares and signs == {"max_completion_length"})
+
+
+def _list_online_signs(settings: ToolFile) -> set[str]:
+    """Returns the keys of a TRL file that its GRPO trainer has, and its SFT trainer has not."""
+    return {key for key in GRPO_SIGNS if key in settings}
 
 
 def find_unsupported_online(settings: ToolFile) -> Iterator[Unsupported]:

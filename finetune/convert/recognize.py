@@ -23,6 +23,7 @@ from finetune.convert.foreign_values import shorten
 from finetune.convert.hints import find_texts, is_factory_v1, recognize_tool
 from finetune.convert.image_models import find_images
 from finetune.convert.model_names import (
+    AUDIO,
     AUDIO_MODEL,
     MULTIMODAL_MODEL,
     Unsupported,
@@ -94,9 +95,11 @@ AUTOMODEL_CAUSES = {
     "Encoder": RETRIEVAL,
     "Embedding": RETRIEVAL,
     "SequenceClassification": "classification of pairs of sentences, which Automodel's class joins",
-    "Omni": "audio",
+    "Omni": AUDIO,
     "Eagle": "speculative decoding",
+    "Vispec": "speculative decoding",
     "Pretrain": "pretraining",
+    "Multimodal": "multimodal",
 }
 # part of the name of a model's class in Automodel -> cause
 AUTOMODEL_MODELS = {
@@ -297,7 +300,8 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         renamed = {**settings, "template": settings.get("template")}
         renamed.pop("micro_batch_size", None)
         return renamed
-    adapters = read_section(settings, "peft_config")
+    settings = _drop_nulls(settings)
+    adapters = _drop_nulls(read_section(settings, "peft_config"))
     kind = str(adapters.get("name", "lora")) if adapters else "full"
     renamed = {**V1_DEFAULTS, "finetuning_type": kind}
     renamed |= {
@@ -331,6 +335,11 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
     return renamed
 
 
+def _drop_nulls(section: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the section without the keys whose value is null, for which v1 has no meaning."""
+    return {key: value for key, value in section.items() if value is not None}
+
+
 def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
     """Raises `Refusal` if a file's method, model or purpose is not supported; it names the key that
     asks for it.
@@ -339,6 +348,10 @@ def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
     # the first cause that is found
     for evidence, cause, is_training in (*_find_causes(tool, settings), *losses):
         raise Refusal.because(source, evidence, cause, is_training)
+    refused_models = list(find_refused_models(settings))
+    for evidence, cause, is_training in refused_models:
+        if cause == AUDIO:  # the name of such a model may be taken for one of text, or of images
+            raise Refusal.because(source, evidence, cause, is_training)
     key, images = find_images(tool, settings)
     if images and find_method(tool, settings, source) == "reward":
         raise Refusal.because(source, f"{key}: {name_model(settings)}", "a reward model of images")
@@ -351,7 +364,7 @@ def refuse_other_methods(tool: Tool, settings: ToolFile, source: Path) -> None:
             )
             refusal.cause = f"images of {images}"
             raise refusal
-    for evidence, cause, is_training in find_refused_models(settings):
+    for evidence, cause, is_training in refused_models:
         raise Refusal.because(source, evidence, cause, is_training)
 
 
@@ -414,7 +427,9 @@ def _find_swifts_causes(settings: ToolFile) -> Iterator[Unsupported]:
     if tuner not in ("lora", "full"):
         yield f"tuner_type: {tuner}", tuner.upper(), True
     name = str(settings.get("model"))
-    if MULTIMODAL_MODEL.search(name.lower()) or AUDIO_MODEL.search(name.lower()):
+    if AUDIO_MODEL.search(name.lower()):
+        yield f"model: {name}", AUDIO, True
+    if MULTIMODAL_MODEL.search(name.lower()):
         yield f"model: {name}", "images by ms-swift", True
     data = str(settings.get("dataset"))
     if OF_IMAGES.search(data):

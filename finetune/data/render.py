@@ -135,7 +135,8 @@ def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[R
     """Renders a conversation whose assistant turns are trained on, as `renderer.turns` says.
 
     It is rendered by layout if that gives the same result. Otherwise it is rendered whole, or as
-    asked in as few texts as possible.
+    asked in as few texts as possible. A layout does not know what markers enclose of a prompt,
+    which `turns: whole` trains on.
 
     Raises `BadRow` if the conversation cannot be rendered.
     """
@@ -143,15 +144,15 @@ def _render_trained_turns(document: Conversation, renderer: Renderer) -> tuple[R
     if renderer.turns == "last":
         trained = [i for i, is_trained in enumerate(document.trained) if is_trained]
         document = _keep_turns(document, trained[-1:])
-    if renderer.turns != "split":
+    wants_whole = renderer.turns == "whole"
+    if renderer.turns != "split" and not (wants_whole and renderer.has_markers):
         by_layout = _render_by_layout(document, renderer)
-        wants_whole = renderer.turns == "whole"
         if by_layout is not None and (wants_whole or not _cuts_earlier(by_layout, renderer)):
             return (by_layout,)
     asked = ask_turns(document, renderer)
     # A turn is missing if the template's {% generation %} markers enclose nothing of it.
     is_any_missing = len(asked) < sum(document.trained)
-    if renderer.turns == "whole" or is_any_missing or not asked:
+    if wants_whole or is_any_missing or not asked:
         return (_render_whole(document, asked, renderer),)
     return _render_apart(document, asked, renderer)
 

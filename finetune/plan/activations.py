@@ -136,7 +136,10 @@ class Computation:
     drops_attention: bool = False  # attention_dropout is not 0
     # the tokens of an image see each other, by a mask [tokens, tokens] of each document
     masks_images: bool = False
+    # padded rows in which a token sees all of its document; SDPA makes a mask [tokens, tokens] then
+    masks_padding: bool = False
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
+    loops_experts: bool = False  # one expert is computed after another
     expert_ranks: int = 1  # ranks that share a layer's experts, and exchange their inputs
     # the most tokens of shared prompts that attention repeats, for each token of a row
     repeated_prompts: float = 0.0
@@ -384,9 +387,13 @@ def gate_gradient_bytes(architecture: Architecture, computation: Computation) ->
     """Bytes per token of the gradients of gate's and up's outputs in the MLP.
 
     models/gating.py writes one of the two over the gradient of their product, so that only the
-    other takes new memory. Experts that gate by a formula of their family's own need both.
+    other takes new memory. Experts that gate by a formula of their family's own need both. Experts
+    that are computed one after another need three tensors, at most of all tokens.
     """
     mixture = architecture.mixture
+    if mixture is not None and computation.loops_experts:
+        of_expert = 3 * mixture.intermediate * computation.itemsize
+        return max(of_expert, architecture.mlp_width * computation.itemsize)
     if not _recomputes_gate(architecture, computation):
         second_width = architecture.mlp_width
     elif mixture is not None and mixture.keys.gates_itself:
@@ -438,9 +445,9 @@ def evaluation_bytes(
 ) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, or what attention makes of queries or of scores if
-    that is more, four of the residual stream's (the embeddings, the layer's input, the stream after
-    attention, and its norm), and messages between expert ranks.
+    They are three tensors of the MLP's width, or what attention makes if that is more, four of the
+    residual stream's (the embeddings, the layer's input, the stream after attention, and its norm),
+    and messages between expert ranks.
 
     counts_scores: False where the caller counts scores and masks, as for a cache that is filled.
     """
@@ -450,10 +457,11 @@ def evaluation_bytes(
     rotated_width = 4 * architecture.query_width + 2 * architecture.key_value_width
     of_part = max(
         3 * architecture.mlp_width * computation.itemsize,
+        _evaluated_expert_bytes(architecture, computation),
         rotated_width * computation.residual_itemsize,
     )
     if counts_scores:
-        of_part = max(of_part, _evaluated_score_bytes(architecture, computation))
+        of_part = max(of_part, _evaluated_attention_bytes(architecture, computation))
     return (
         of_part
         + 4 * architecture.hidden * computation.residual_itemsize
@@ -461,18 +469,48 @@ def evaluation_bytes(
     )
 
 
-def _evaluated_score_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of the scores and masks [tokens, tokens] of one layer, in evaluation.
+def _evaluated_expert_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of routed experts in evaluation, with their inputs and outputs of the hidden
+    state's width; 0 without experts. Computed one after another, an expert has at most all tokens.
+    """
+    mixture = architecture.mixture
+    if mixture is None:
+        return 0
+    hidden = architecture.hidden
+    intermediate = mixture.intermediate
+    if computation.loops_experts:
+        width = 4 * hidden + 4 * intermediate
+    else:
+        width = mixture.chosen * max(2 * hidden, hidden + 2 * intermediate)
+    return width * computation.itemsize
 
-    Three tensors of scores are in fp32 at the same time: before softmax, after it, and between. A
-    mask is there as bools, too. 0 if attention needs neither.
+
+def _evaluated_attention_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of attention in evaluation, when it makes its output.
+
+    They are the query, the key and the value, their copies that the kernel reads, and either the
+    outputs of documents with what they are joined to, or three fp32 tensors of scores [tokens,
+    tokens]: before softmax, after it, and between. A mask is there as bools, too.
     """
     computation = replace(computation, drops_attention=False)
+    itemsize = _kernel_itemsize(computation)
+    query = architecture.query_width
+    key = architecture.key_value_width
+    inputs = (query + key) * computation.residual_itemsize + key * computation.itemsize
+    if architecture.family.fused:  # the value is a view of the output of the fused projection
+        inputs += (query + key) * computation.itemsize
+    keys_and_values = _keys_and_values_width(architecture, computation)
+    if itemsize > computation.itemsize:
+        inputs += itemsize * (query + keys_and_values)
+    elif keys_and_values > 2 * key:  # repeated for each query head
+        inputs += itemsize * keys_and_values
     if materializes_scores(architecture, computation):
-        return 3 * FP32 * architecture.heads * computation.document_length
+        return inputs + 3 * FP32 * architecture.heads * computation.document_length
+    outputs = 2 if attends_by_document(architecture, computation) else 1
+    made = outputs * itemsize * query
     if _masks_scores(architecture, computation):
-        return (1 + _kernel_itemsize(computation)) * computation.document_length
-    return 0
+        made += (1 + itemsize) * computation.document_length
+    return inputs + made
 
 
 def _norm(
@@ -620,10 +658,10 @@ def _masks_scores(architecture: Architecture, computation: Computation) -> bool:
     if computation.masks_images or computation.attention in MASKED:
         return True
     window = architecture.facts.window
+    has_window = window is not None and window < computation.document_length
     return (
         attends_by_document(architecture, computation)
-        and window is not None
-        and window < computation.document_length
+        and (has_window or computation.masks_padding)
         and not materializes_scores(architecture, computation)
     )
 
@@ -759,7 +797,8 @@ def _experts(architecture: Architecture, mixture: Mixture, computation: Computat
     """
     inputs, products = _count_expert_inputs(computation)
     gate_tensors = mixture.keys.gate_tensors
-    if _recomputes_gate(architecture, computation) and not mixture.keys.gates_itself:
+    has_formula = mixture.keys.gates_itself or computation.loops_experts
+    if _recomputes_gate(architecture, computation) and not has_formula:
         gate_tensors -= 1
     hidden_tensors = inputs + 1  # 1: the output
     elements = hidden_tensors * architecture.hidden

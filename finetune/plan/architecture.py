@@ -6,6 +6,7 @@ any other family, `built.py` builds transformers' own class.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import permutations
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -668,6 +669,10 @@ def _read_sizes(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     defaults = find_family(str(config.get("model_type"))).defaults
     # WHOLE is kept even as None, which means a vision-language model without its tower.
     set_keys = {key: value for key, value in config.items() if value is not None or key == WHOLE}
+    # two names of one number: transformers writes num_experts of published configs as the other
+    for name, other_name in permutations(("num_experts", "num_local_experts")):
+        if other_name in set_keys:
+            set_keys.setdefault(name, set_keys[other_name])
     sizes = {**defaults, **set_keys}
     missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
     if missing:

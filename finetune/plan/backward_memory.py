@@ -388,7 +388,8 @@ def _unsharded_layer(
     for moment in _list_moments(spec, done):
         if point.gradients:
             there_before = point.gradients
-            new_elements = min(moment.gradient_elements, largest_weight)
+            largest = largest_weight + _count_looped_elements(spec)
+            new_elements = min(moment.gradient_elements, largest)
         else:  # nothing is sharded: a unit's shard is all of its gradients
             there_before = memory.tail.shard + done * memory.layer.shard
             new_elements = moment.gradient_elements
@@ -476,6 +477,9 @@ def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
     activations = _activations_at_layer(spec, done)
     if architecture.trace(computation) is not None:
         return [LayerMoment(activations, _count_largest_part(spec, ""))]
+    if looped := _count_looped_elements(spec):
+        # the experts' gradients are made while their saved tensors are there
+        return [LayerMoment(activations, _count_largest_part(spec, ".mlp.") + looped)]
     # The MLP's backward frees its saved tensors, and one of the gradients of gate's and up's
     # outputs; the last matmul still reads the other.
     freed = spec.tokens * (
@@ -487,6 +491,19 @@ def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
         LayerMoment(activations, _count_largest_part(spec, "down_proj")),
         LayerMoment(activations - freed, _count_largest_part(spec, ".mlp.")),
     ]
+
+
+def _count_looped_elements(spec: RunSpec) -> int:
+    """Counts the elements beside the gradients of a layer's experts, if these are computed one
+    after another: an expert's gradient is made in a tensor of all experts, and added to that of the
+    experts before it in another one. 0 if experts are computed together, or are frozen.
+    """
+    if not spec.computation.loops_experts:
+        return 0
+    layer = spec.computed.widest_layer
+    experts = {weight.name for weight in spec.computed.experts(layer)}
+    trained = [each for each in spec.part_tensors if each.trainable and each.name in experts]
+    return 2 * max((_count_elements([tensor]) for tensor in trained), default=0)
 
 
 def _count_largest_part(spec: RunSpec, part: str) -> int:

@@ -10,7 +10,7 @@ from math import gcd
 
 from finetune.config.facts import attends_by_mask
 from finetune.constants import ANSWERED_TOKENS, ANSWERS_AT_ONCE, FP32, PROMPTS_AT_ONCE, ceil_div
-from finetune.plan.activations import MASK_KINDS, evaluation_bytes, mask_bytes
+from finetune.plan.activations import MASK_KINDS, TOKEN_ID, evaluation_bytes, mask_bytes
 from finetune.plan.architecture import Architecture
 from finetune.plan.loss_memory import (
     cast_head_bytes,
@@ -394,19 +394,23 @@ def plan_forward(
     """
     architecture = spec.computed
     computation = replace(spec.computation, document_length=spec.count_attended(tokens))
-    rotary = 2 * architecture.rotated_size * computation.residual_itemsize
+    rotary = TOKEN_ID + 2 * architecture.rotated_size * computation.residual_itemsize
     factors = expert_factor_bytes(architecture, computation).layer
     of_token = evaluation_bytes(architecture, computation, counts_scores=counts_scores)
+    activations = tokens * (of_token + rotary)
+    activations += mask_bytes(architecture, computation, tokens)
+    # The layers' tensors are freed before the head: what it takes more than a layer is its loss.
+    states = 4 * architecture.hidden * computation.residual_itemsize
+    at_head = tokens * (states + rotary) + cast_head_bytes(spec) + chunk_bytes(spec, tokens)
     return replace(
         before,
         name=name,
-        activations=tokens * (of_token + rotary) + mask_bytes(architecture, computation, tokens),
-        loss=chunk_bytes(spec, tokens),
+        activations=activations,
+        loss=max(0, at_head - activations),
         temporaries=dequantized_bytes(spec)
         + fp8_bytes(spec, tokens)
         + rounded_bytes(spec, tokens)
         + dora_bytes(spec)
-        + cast_head_bytes(spec)
         + factors,
         gathered=_gathered_in_forward(spec),
     )

@@ -70,7 +70,7 @@ def loss_bytes(spec: RunSpec) -> int:
     architecture = spec.computed
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
-        return _pooled_bytes(spec)
+        return _pooled_bytes(spec, spec.tokens)
     # A loss of log-probabilities or scores computes the head's gradient in the backward.
     if spec.weighs_documents:
         head_gradient = 0
@@ -115,11 +115,11 @@ def _cast_gradient_bytes(head_gradient: int, computation: Computation) -> int:
     return head_gradient // FP32 * computation.itemsize
 
 
-def _pooled_bytes(spec: RunSpec) -> int:
+def _pooled_bytes(spec: RunSpec, tokens: int) -> int:
     """Bytes of the hidden states that are pooled into embeddings, their fp64 copy, and their
     gradient.
     """
-    return (2 * spec.computation.itemsize + FP64) * spec.computed.hidden * spec.tokens
+    return (2 * spec.computation.itemsize + FP64) * spec.computed.hidden * tokens
 
 
 def head_adapter_bytes(spec: RunSpec) -> int:
@@ -180,8 +180,12 @@ def critic_bytes(spec: RunSpec) -> int:
 
 
 def chunk_bytes(spec: RunSpec, tokens: int) -> int:
-    """Bytes of the run's loss over one chunk of logits, if its head reads `tokens` tokens."""
+    """Bytes of the run's loss over one chunk of logits, if its head reads `tokens` tokens; of the
+    pooled hidden states if the method embeds.
+    """
     method = spec.recipe.method
+    if spec.recipe.method_facts.embeds:
+        return _pooled_bytes(spec, tokens)
     if spec.teacher is not None:
         return teacher_divergence_bytes(spec, tokens)
     if method.distill_top_k is not None:  # the teacher's likeliest tokens come from files
@@ -231,7 +235,7 @@ def loss_backward_bytes(spec: RunSpec) -> int:
     architecture = spec.computed
     computation = spec.computation
     if spec.recipe.method_facts.embeds:
-        return _pooled_bytes(spec)
+        return _pooled_bytes(spec, spec.tokens)
     if spec.weighs_documents:
         return _log_probability_backward_bytes(spec)
     positions = spec.scored_outputs * spec.tokens

@@ -142,19 +142,37 @@ def _loading_point(spec: RunSpec, before_training: Snapshot) -> Snapshot:
 def _state_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
     """The point at which the trial save, or a run that resumes, makes the optimizer's state.
 
-    `at_rest` if the state is in files or the optimizer keeps none.
+    `at_rest` if the state is in files or the optimizer keeps none. FSDP1 then makes a copy of it.
     """
     if not at_rest.optimizer or spec.optimizer_file() is not None:
         return at_rest
-    return replace(at_rest, name="optimizer state made", temporaries=state_making_bytes(spec))
+    temporaries = max(state_making_bytes(spec), _copied_bytes(spec, at_rest))
+    return replace(at_rest, name="optimizer state made", temporaries=temporaries)
+
+
+def _copied_bytes(spec: RunSpec, at_rest: Snapshot) -> int:
+    """Bytes of the copies of its state that FSDP1 hands out to be saved or filled; 0 in any other
+    layout.
+
+    They are the optimizer's state and, if it is sharded, the parameters; on the way there a unit's
+    optimizer state is gathered, next to this rank's shard of it.
+    """
+    if spec.sharding.layout != "fsdp1":
+        return 0
+    if spec.shards == 1:
+        return at_rest.optimizer
+    layout = plan_layout_memory(spec)
+    unit = max(layout.layer.shard, layout.tail.shard) / spec.state().gradients
+    gathered = int(unit * (spec.shards + 1) * at_rest.optimizer)
+    return at_rest.parameters + at_rest.optimizer + gathered
 
 
 def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
-    """The point at which a checkpoint's optimizer state is read: the state, and the largest
-    parameter's shard in fp32.
+    """The point at which a checkpoint is read: the largest parameter's shard in fp32, and under
+    FSDP1 copies of its state.
     """
     largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
-    temporaries = largest * FP32 // spec.shards
+    temporaries = largest * FP32 // spec.shards + _copied_bytes(spec, at_rest)
     return replace(at_rest, name="optimizer state read", temporaries=temporaries)
 
 

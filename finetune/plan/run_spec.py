@@ -399,7 +399,8 @@ class RunSpec:
         itemsize = ITEMSIZE[self.compute_dtype]
         return Computation(
             itemsize=itemsize,
-            autocast=not self.sharding.is_fsdp
+            autocast=self.sharding.mixed_precision != "no"
+            and not self.sharding.is_fsdp
             and itemsize < FP32
             and not self.recipe.lora.is_fused,
             checkpoint_every=(
@@ -421,6 +422,10 @@ class RunSpec:
             sequence_ranks=self.sharding.sequence_parallel_size,
             drops_attention=self.drops_attention,
             masks_images=self.images is not None and find_family(self.images).images_see_themselves,
+            # as `choose_experts_implementation` chooses
+            loops_experts=not self.recipe.model.torch_compile
+            and (self.device == "cpu" or itemsize >= FP32),
+            masks_padding=self.recipe.method_facts.masks and not self.recipe.data.packing,
             repeated_prompts=self.repeated_prompts,
         )
 

@@ -9,14 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.checkpoint import folders
 from finetune.checkpoint.save import describe_model
+from finetune.checkpoint.shards import read_shards
 from finetune.config.reader import read_recipe
 from finetune.data.tokenizer import load_tokenizer
 from finetune.models.lora import add_adapters
+from tests.checkpoint.tiny_run import ALONE
 from tests.conftest import make_chat, make_model
+from tests.plan.traced import allocated_peak
 from tests.ranks import ROOT, launch_ranks, run_python
 
 RUN = ROOT / "finetune" / "run.py"
@@ -141,3 +145,14 @@ def test_a_run_that_could_not_save_does_not_start(
     assert "Traceback" not in done.stderr
     assert "step 1/" not in done.stdout, "it was said before the first step"
     assert ".staging-" not in done.stdout, "what was written before the disk was full is removed"
+
+
+def test_a_checkpoint_is_read_a_tensor_at_a_time(tmp_path: Path) -> None:
+    """As the plan of a resume says."""
+    (tmp_path / "model").mkdir()
+    stored = {name: torch.randn(1000, 100) for name in "abc"}
+    save_file(stored, tmp_path / "model" / "shard.safetensors")
+    state = {name: torch.zeros(1000, 100) for name in stored}
+    peak = allocated_peak(lambda: read_shards(state, "model", tmp_path, ALONE))
+    assert peak < 1.5 * state["a"].nbytes
+    assert all(torch.equal(state[name], stored[name]) for name in stored)

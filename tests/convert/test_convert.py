@@ -44,7 +44,7 @@ from finetune.convert.numbers import (
     OF_TEXTS,
     UNTRAINED_BY_CUT,
 )
-from finetune.convert.objectives import COMPLETION_ALONE
+from finetune.convert.objectives import COMPLETION_ALONE, COMPLETIONS_BREAK
 from finetune.convert.runnable import find_facts
 from finetune.convert.shared import MICRO_BATCHES_ALIKE
 from finetune.convert.torchtune import DIVIDED_BY_TOKENS
@@ -1249,7 +1249,9 @@ def test_the_order_of_keys_changes_nothing(
 
 def test_trls_mask_of_prompts_decides_what_is_trained(converted: Convert) -> None:
     ours, said, _ = converted(TRL + "completion_only_loss: true\nassistant_only_loss: false\n")
-    assert ours.get("assistant_only_loss", True) and "completion_only_loss" not in said
+    about_masks = [line for line in said.splitlines() if "completion_only_loss" in line]
+    assert ours.get("assistant_only_loss", True)
+    assert about_masks == [f"completion_only_loss: true   ({COMPLETIONS_BREAK})"]
     ours, said, _ = converted(TRL + "completion_only_loss: false\n")
     assert ours["assistant_only_loss"] is False
     assert (
@@ -1554,6 +1556,8 @@ def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(
     }  # fmt: skip
     assert {key: ours.get(key) for key in expected} == expected and "dtype" not in ours
     assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
+    nulls = ("micro_batch_size", "learning_rate", "weight_decay", "lr_scheduler_type", "output_dir")
+    assert converted(V1 + "".join(f"{key}:\n" for key in nulls))[0] == ours
 
 
 @pytest.mark.parametrize("sharding", ["dist_config: {name: fsdp2}", ""])

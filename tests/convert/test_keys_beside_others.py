@@ -3,22 +3,27 @@
 import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import accelerate.utils.deepspeed as accelerates_deepspeed
 import pytest
 import torch
+import yaml
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+from transformers.hf_argparser import string_to_bool
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from finetune.config.schema import recipe_keys
 from finetune.convert.as_read import ADAM_ON_CPU, DECAY_ADDED
 from finetune.convert.axolotl import CLIPPED_BY_RANK, LOSS_WATCHED
-from finetune.convert.by_tool import ALL_DECAYED
+from finetune.convert.by_tool import ALL_DECAYED, EMBEDDING_MOMENTS, WHOLE_STEPS_COUNTED
+from finetune.convert.conversion import DEEPSPEED_UNREAD, convert_file
 from finetune.convert.datasets import PROMPT_REPEATED, SECOND_IS_ANSWER
+from finetune.convert.defaults import WARMUP_THERE
 from tests.convert.conftest import Convert, said
 
 AXOLOTL = {
@@ -181,3 +186,84 @@ def test_axolotls_types_of_pairs_may_read_one_exchange_alone(
         PROMPT_REPEATED,
     ]
     assert [each for each in known if each in said(made)] == [line] * (line is not None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_said"),
+    [
+        (FIRST_FSDP, True),
+        (FIRST_FSDP | FLAT, False),
+        (FIRST_FSDP | FLAT | {"fsdp_version": 2}, True),
+    ],
+)
+def test_flat_parameters_have_no_embedding_with_moments_in_32_bits(
+    keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, optimizer="adamw_bnb_8bit", **keys)
+    assert (EMBEDDING_MOMENTS in said(made)) == is_said
+
+
+def test_axolotl_counts_no_steps_of_a_negative_number(convert: Convert) -> None:
+    """_configure_warmup_and_logging of its core/builders/base.py: min(int(0.03 * -1), 100)."""
+    made = convert(AXOLOTL, max_steps=-1, num_epochs=2)
+    assert made.recipe["warmup_ratio"] == int(0.03 * -1) == 0
+    assert WARMUP_THERE not in said(made) and WHOLE_STEPS_COUNTED not in said(made)
+    counted = convert(AXOLOTL, num_epochs=2)
+    assert WARMUP_THERE in said(counted) and WHOLE_STEPS_COUNTED in said(counted)
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "bfloat16"),
+        ({"bf16": True}, "bfloat16"),
+        ({"fsdp": "full_shard auto_wrap"}, "bfloat16"),
+        ({"bf16": True, "fsdp": "full_shard auto_wrap"}, None),
+        ({"bf16": True, "deepspeed": "ds_z2_config.json"}, None),
+    ],
+)
+def test_factorys_pure_bf16_ends_where_weights_are_copied(
+    keys: dict[str, Any], dtype: str | None, convert: Convert
+) -> None:
+    made = convert(FACTORY, finetuning_type="full", pure_bf16=True, **keys)
+    assert made.recipe.get("dtype") == dtype
+
+
+@pytest.mark.parametrize(
+    ("word", "is_packed"),
+    [("yes", True), ("y", True), ("t", True), ("no", False), ("n", False), ("f", False)],
+)
+def test_swift_reads_words_for_true_and_false(word: str, is_packed: bool, convert: Convert) -> None:
+    """string_to_bool of transformers' hf_argparser.py."""
+    assert string_to_bool(word) == is_packed
+    made = convert(SWIFT, packing=word, save_strategy="no")
+    assert made.recipe["packing"] == is_packed
+    assert "save_steps" not in made.recipe and "save_steps" in convert(SWIFT).recipe
+
+
+def test_a_subset_of_swift_may_have_a_dot(convert: Convert) -> None:
+    made = convert(SWIFT, dataset="a/rows:zh-v1.1#9")
+    assert made.recipe["datasets"] == [{"path": "a/rows", "name": "zh-v1.1", "max_samples": 9}]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_said"), [("my/own.json", True), ("my/zero3.json", False), ({}, False)]
+)
+def test_a_file_of_deepspeed_that_names_no_stage_is_said(
+    file: Any, is_said: bool, convert: Convert
+) -> None:
+    made = convert(FACTORY, finetuning_type="full", deepspeed=file)
+    assert (DEEPSPEED_UNREAD in said(made)) == is_said
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_length_of_completions_is_of_the_trainer_that_the_file_is_named_for(
+    method: str, tmp_path: Path
+) -> None:
+    """The DPO trainer of TRL had a max_completion_length until 0.29."""
+    path = tmp_path / f"{method}.yaml"
+    keys = {"model_name_or_path": "a/b", "dataset_name": "a/rows", "beta": 0.1}
+    path.write_text(yaml.safe_dump(keys | {"max_completion_length": 256}))
+    assert convert_file(path).recipe["method"] == method
+    path.write_text(yaml.safe_dump(keys | {"num_generations": 4}))
+    assert convert_file(path).recipe["method"] == "grpo"

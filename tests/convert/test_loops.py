@@ -98,6 +98,7 @@ from finetune.convert.automodel import (
     WARMUP_FROM_A_TENTH,
     WARMUP_OF_A_TENTH,
     WEIGHTS_WITH_BIAS,
+    WHERE_NO_ENGINE,
     WIDENED,
     WIDER_WINDOW,
     WITHOUT_ENGINE,
@@ -455,8 +456,12 @@ def test_automodels_recipe_for_images_packs_by_pack_size_alone(convert: Convert)
             False,
         ),
         (1, {"force_hf": True}, "thd", False),
-        (2, {}, "thd", False),  # an own class has Transformer Engine's attention
-        (2, {"attn_implementation": "flash_attention_2"}, "thd", False),
+        # an own class has Transformer Engine's attention, a dense one where it is installed
+        (2, {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "thd", False),
+        (2, {}, "thd", True),
+        (2, {"backend": {"attn": "sdpa"}}, "thd", True),
+        (2, {"backend": {"attn": "sdpa"}, "attn_implementation": "sdpa"}, "thd", False),
+        (2, {"backend": {"attn": "te"}}, "thd", False),
         (2, {"force_hf": True, "backend": {"attn": "te"}}, "thd", False),
         (2, {"force_hf": True}, "neat", False),
     ],
@@ -469,6 +474,8 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
         AUTOMODEL, model=model, packed_sequence=packed, step_scheduler={"local_batch_size": rows}
     )
     assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
+    joined_by_default = f"{WHERE_NO_ENGINE}{DOCUMENTS_NOT_APART}" in said(made)
+    assert joined_by_default == (is_joined and not model)
 
 
 @pytest.mark.parametrize(("part", "is_joined"), [({}, False), ({"pp_microbatch_size": 2}, True)])
@@ -1328,13 +1335,22 @@ def test_weights_that_a_student_of_automodels_has_in_float32_in_one_version_are_
 
 
 @pytest.mark.parametrize(
-    ("asked", "is_said"), [("float32", True), ("bfloat16", False), (None, False)]
+    ("asked", "ranks", "is_said"),
+    [
+        ("float32", 2, True),
+        ("torch.float32", 2, True),
+        ("float32", 1, False),
+        ("float16", 2, False),
+        ("bfloat16", 2, False),
+        (None, 2, False),
+    ],
 )
 def test_a_head_that_automodel_computes_in_float32_is_said(
-    asked: str | None, is_said: bool, convert: Convert
+    asked: str | None, ranks: int, is_said: bool, convert: Convert
 ) -> None:
     moe = {"reshard_after_forward": False, "lm_head_precision": asked}
-    made = convert(AUTOMODEL, distributed={"ep_size": 1, "moe": moe})
+    model = MODEL | {"pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B"}
+    made = convert(AUTOMODEL, model=model, distributed={"ep_size": ranks, "moe": moe})
     assert ("the output head multiplies in this dtype there" in said(made)) == is_said
     assert "distributed.moe.reshard_after_forward" in made.ignored
 

@@ -89,9 +89,11 @@ from finetune.convert.image_models import (
 from finetune.convert.numbers import LABEL_BEHIND_CUT
 from finetune.convert.objectives import (
     ANSWERS_SLICED,
+    COMPLETIONS_BREAK,
     CUT_BY_PARTS,
     CUT_BY_PARTS_THERE,
     DIVIDED_TWICE,
+    MARKED_THERE,
     PROMPT_CUT_ALONE,
     PROMPTS_WERE_CUT,
     SIDES_WERE_CUT,
@@ -468,6 +470,19 @@ def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> 
     assert SCORED_QUESTION in said(convert(file, beta=0.1))
     assert SCORED_BREAK not in said(convert(file))
     assert SCORED_QUESTION not in said(convert(file, desirable_weight=1.0))
+
+
+def test_what_trl_trains_around_an_answer_is_said(convert: Convert) -> None:
+    """A run of TRL 1.16 trains 443 tokens of rows of which one here trains 433, and 433 of 429."""
+    file = {"model_name_or_path": "org/model", "dataset_name": "org/rows"}
+    marked = convert(file, assistant_only_loss=True)
+    assert MARKED_THERE in said(marked) and marked.recipe["turns"] == "whole"
+    own = convert(file, assistant_only_loss=True, chat_template="{% generation %}")
+    assert MARKED_THERE not in said(own) and own.recipe["turns"] == "whole"
+    assert COMPLETIONS_BREAK in said(convert(file, completion_only_loss=True))
+    plain = convert(file)
+    assert COMPLETIONS_BREAK not in said(plain) and MARKED_THERE not in said(plain)
+    assert "turns" not in plain.recipe
 
 
 @pytest.mark.parametrize(

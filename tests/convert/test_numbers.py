@@ -18,7 +18,12 @@ from finetune.convert.axolotl import BEST_ON_STEPS, HIDDEN_BY_MASK, LAST_UNMEASU
 from finetune.convert.base_model import SPECIAL_FIRST
 from finetune.convert.by_tool import ROUNDED_BEFORE
 from finetune.convert.chat_templates import MAYBE_BOS, OF_GEMMA, TOKENIZERS_BOS
-from finetune.convert.conversion import convert_file
+from finetune.convert.conversion import (
+    LOADED_AS_FILED,
+    MASTER_WEIGHTS,
+    TRAINED_AS_FILED,
+    convert_file,
+)
 from finetune.convert.factory_v1 import V1_ALPACA
 from finetune.convert.numbers import (
     ALL_CLIPPED,
@@ -343,6 +348,34 @@ def test_the_completion_alone_is_trained_where_it_is_messages(
     convert: Convert, keys: dict[str, Any], is_said: bool
 ) -> None:
     assert (COMPLETION_ALONE in convert(TRL, **keys)) == is_said
+
+
+@pytest.mark.parametrize("schedule", ["cosine_warmup_with_min_lr", "cosine"])
+def test_a_warm_up_that_begins_as_here_has_no_line(convert: Convert, schedule: str) -> None:
+    text = convert(TRL, lr_scheduler_type=schedule, warmup_steps=3)
+    assert (WARMED_EARLIER in text) == (schedule == "cosine")
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"dtype": "auto"}, MASTER_WEIGHTS),
+        ({"dtype": "auto", "bf16": False}, TRAINED_AS_FILED),
+        ({"loss_type": "simpo", "cpo_alpha": 0, "simpo_gamma": 0.5}, LOADED_AS_FILED),
+        (
+            {"loss_type": "simpo", "cpo_alpha": 0, "simpo_gamma": 0.5, "torch_dtype": "float32"},
+            None,
+        ),
+        ({"dtype": "auto", "use_peft": True}, None),
+        ({}, None),
+    ],
+)
+def test_weights_that_trl_trains_in_the_dtype_of_their_files_are_said(
+    convert: Convert, keys: dict[str, Any], line: str | None
+) -> None:
+    text = convert(TRL, **keys)
+    lines = (MASTER_WEIGHTS, TRAINED_AS_FILED, LOADED_AS_FILED)
+    assert [each for each in lines if each in text] == ([line] if line else [])
 
 
 @pytest.mark.parametrize(

@@ -488,7 +488,6 @@ def test_rows_that_ms_swift_repeats_are_repeated_where_their_number_is_known(
         {"model": "deepseek-ai/DeepSeek-OCR"},
         {"model": "AIDC-AI/Ovis2.5-2B"},
         {"model": "deepseek-ai/deepseek-vl2-tiny"},
-        {"model": "Qwen/Qwen3-TTS-12Hz-1.7B-Base"},
         {"dataset": ["AI-ModelScope/LaTeX_OCR:human_handwrite#20"]},
     ],
 )

@@ -733,6 +733,37 @@ def test_automodels_mistral_has_no_chat_template(convert: Convert) -> None:
     assert WITHOUT_TEMPLATE in said(convert(NEMO, model=instruct))
     assert WITHOUT_TEMPLATE not in said(convert(NEMO, model=instruct, dataset=template))
     assert WITHOUT_TEMPLATE not in said(convert(NEMO))
+    tokenizer = instruct | {"_target_": "transformers.AutoTokenizer.from_pretrained"}
+    dataset = NEMO["dataset"] | {"tokenizer": tokenizer}
+    assert WITHOUT_TEMPLATE not in said(convert(NEMO, model=instruct, dataset=dataset))
+    tokenizer["_target_"] = "nemo_automodel.NeMoAutoTokenizer.from_pretrained"
+    assert WITHOUT_TEMPLATE in said(convert(NEMO, dataset=dataset))
+
+
+def test_a_remark_on_both_of_automodels_data_sets_is_one(convert: Convert) -> None:
+    remarks = convert(NEMO, validation_dataset=dict(NEMO["dataset"])).remarks
+    joined = [line for line in remarks if line.startswith("dataset, validation_dataset: ")]
+    assert joined and not any(line.startswith(("dataset: ", "validation_")) for line in remarks)
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "cause"),
+    [
+        ("NEMO", {"model": {"pretrained_model_name_or_path": "Qwen/Qwen2.5-Omni-3B"}}, "audio"),
+        ("VLM", {"model": {"pretrained_model_name_or_path": "Qwen/Qwen2.5-Omni-3B"}}, "audio"),
+        ("SWIFT", {"model": "Qwen/Qwen3-TTS-12Hz-1.7B-Base"}, "audio"),
+        ("SWIFT", {"model": "Qwen/Qwen2.5-VL-3B-Instruct"}, "images by ms-swift"),
+        ("NEMO", {"recipe": "TrainVispecRecipe"}, "speculative decoding"),
+        ("NEMO", {"recipe": "FinetuneRecipeForMultimodal"}, "multimodal"),
+    ],
+)
+def test_the_cause_of_a_refusal_is_that_of_the_model_or_recipe(
+    tool: str, keys: dict[str, Any], cause: str, convert: Convert
+) -> None:
+    files = {"NEMO": NEMO, "VLM": VLM, "SWIFT": SWIFT}
+    with pytest.raises(Refusal) as refusal:
+        convert(files[tool], **keys)
+    assert refusal.value.cause == cause
 
 
 NEMO: dict[str, Any] = {

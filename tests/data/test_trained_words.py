@@ -574,6 +574,29 @@ def test_all_that_markers_enclose_is_trained_where_an_answer_begins_the_text(tur
     assert trained == ["[a", "b]<|end|>", "[c", "d]<|end|>"]
 
 
+# SmolLM3's template marks the header of an answer too, which is also its generation prompt.
+MARKED_HEADER = (
+    "{%- for m in messages -%}{%- if m['role'] == 'assistant' -%}"
+    "{% generation %}{{ '<|im_start|>assistant\n' + m['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+    "{%- else -%}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("turns", "header"), [("whole", "<|im_start|>assistant\n"), ("auto", ""), ("split", "")]
+)
+def test_a_header_inside_markers_is_trained_in_whole_conversations_of_any_length(
+    turns: Turns, header: str
+) -> None:
+    renderer = replace(make_renderer(tokenizer_with(MARKED_HEADER), True), turns=turns)
+    answer = {"role": "assistant", "content": "ab"}
+    for messages in ([ASKED, answer], [ASKED, answer, ASKED, answer]):
+        texts = render_turns(parse_row({"messages": messages}, SOURCE).document, renderer)
+        trained = [text.text[slice(*span)] for text in texts for span in text.spans]
+        assert trained == [f"{header}ab<|im_end|>\n"] * (len(messages) // 2)
+
+
 def test_spans_that_overlap_or_miss_an_answer_and_a_text_of_ones_own_are_refused() -> None:
     renderer = open_template(TEMPLATES["chatml"]).renderers["auto"]
     document = parse_row({"messages": [ASKED, THOUGHT_OF, *AGAIN]}, SOURCE).document

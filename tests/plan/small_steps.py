@@ -10,6 +10,7 @@ from finetune.config.schema import Lora, Optimization
 from finetune.models.cross_entropy import install_loss
 from finetune.models.decoder_layers import checkpoint_activations
 from finetune.models.documents import install_attention
+from finetune.models.experts import set_experts_implementation
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
@@ -40,6 +41,7 @@ def planned_share(
     documents: int = 1,
     rows: int = 1,
     evaluates: bool = False,
+    dtype: Any = "float32",
 ) -> float:
     """The planned bytes of a forward and backward of one row, over those that torch allocates.
 
@@ -50,8 +52,9 @@ def planned_share(
 
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(**config), dtype=torch.float32, attn_implementation="eager"
+        AutoConfig.for_model(**config), dtype=getattr(torch, dtype), attn_implementation="eager"
     )
+    set_experts_implementation(model, "eager")  # which a run chooses on a CPU
     install_attention(model, attention)
     install_loss(model)
     install_gating(model)
@@ -89,7 +92,7 @@ def planned_share(
     spec = make_spec(config, ranks=1, sharding=sharding, max_length=tokens // rows, rows=rows)
     recipe = replace(
         spec.recipe,
-        model=replace(spec.recipe.model, attn_implementation=attention),
+        model=replace(spec.recipe.model, attn_implementation=attention, dtype=dtype),
         lora=lora or Lora(),
         optimization=Optimization(optim="sgd"),
     )

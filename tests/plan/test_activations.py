@@ -50,6 +50,7 @@ from finetune.plan.temporary_memory import (
 from tests.conftest import slow_but
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec
+from tests.plan.small_steps import SMALL, planned_share
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward
 
 CONFIG = {
@@ -557,3 +558,17 @@ def test_what_a_dense_layer_holds_is_planned_beside_layers_of_experts() -> None:
         rounded = replace(spec, recipe=replace(spec.recipe, quantization_aware=aware))
         planned[dense_layers] = fp8_bytes(spec, 64), rounded_bytes(rounded, 64)
     assert planned[1] == planned[4]
+
+
+@pytest.mark.parametrize("lora", [None, Lora(use_peft=True)], ids=["whole", "adapters"])
+def test_experts_that_are_computed_one_after_another_are_planned(lora: Lora | None) -> None:
+    """As on a CPU: each gradient of one expert is a tensor of all experts."""
+    config = SMALL | {"model_type": "mixtral", "num_local_experts": 4, "num_hidden_layers": 1}
+    assert 1 <= planned_share(config, lora=lora, tokens=128) < 1.4
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_the_copies_that_attention_reads_are_planned(family: str) -> None:
+    """In an evaluation in bf16 on a CPU, whose kernels compute in fp32."""
+    config = SMALL | {"model_type": family, "num_attention_heads": 16, "pad_token_id": 0}
+    assert 1 <= planned_share(config, dtype="bfloat16", evaluates=True) < 1.2

@@ -149,6 +149,17 @@ def test_a_mixture_has_its_published_numbers_of_parameters(
     assert architecture.parameters - architecture.idle_parameters == pytest.approx(active, rel=0.03)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_counted_in_a_config_that_transformers_wrote(family: str) -> None:
+    """It writes Qwen3's num_experts, as published configs have it, as num_local_experts."""
+    from transformers import AutoConfig
+
+    key = "n_routed_experts" if family == "deepseek_v3" else "num_experts"
+    written = AutoConfig.for_model(family, **{key: 16}).to_dict()
+    mixture = read_architecture(written, "config.json").mixture
+    assert mixture is not None and mixture.experts == 16
+
+
 @pytest.mark.parametrize(
     "family",
     ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "internvl"],

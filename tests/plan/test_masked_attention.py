@@ -4,10 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from finetune.config.methods import Method
+from finetune.plan.activations import layer_bytes
 from tests.conftest import slow_but
 from tests.plan.run_specs import make_spec
 from tests.plan.small_steps import SMALL, planned_share
+from tests.plan.traced import saved_for_backward
 
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "window": {"model_type": "mistral", "sliding_window": 128},
@@ -76,3 +80,22 @@ def test_the_scores_of_traced_layers_grow_with_the_square() -> None:
         saved[attention] = trace.layers[0].saved.square
     itemsize = spec.computation.itemsize
     assert saved == {"auto": 0, "sdpa": itemsize, "eager": itemsize * spec.architecture.heads}
+
+
+def test_the_mask_of_padding_is_planned() -> None:
+    """Of padded rows in which a token sees all of its document; SDPA saves it in fp32."""
+    saved = []
+    for packing in (False, True):
+        spec = make_spec(SMALL, ranks=1, max_length=256)
+        recipe = replace(
+            spec.recipe,
+            method=Method(method="masked_diffusion"),
+            data=replace(spec.recipe.data, packing=packing),
+        )
+        spec = replace(spec, recipe=recipe, device="cpu")
+        saved.append(layer_bytes(spec.architecture, spec.computation)["attention"])
+    query = torch.randn(1, 4, 256, 64, requires_grad=True)
+    visible = torch.ones(1, 1, 1, 256, dtype=torch.bool).expand(-1, -1, 256, -1)
+    with saved_for_backward(iter([query])) as kept:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=visible)
+    assert 256 * (saved[0] - saved[1]) == 256 * 256 * 4 in kept.values()

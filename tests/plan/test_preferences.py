@@ -224,7 +224,7 @@ def test_the_reference_costs_a_forward_of_each_step_or_one_of_the_data() -> None
         header = format_header(spec, ranks_assumed=False)
         assert (
             line in header
-            and "rows x 4,096 tokens" in header
+            and "1 row x 4,096 tokens a step" in header
             and "method     dpo: a row holds pairs" in header
         )
         assert "reference" not in format_header(sft, ranks_assumed=False)

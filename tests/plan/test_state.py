@@ -1,6 +1,7 @@
 """The planned bytes of parameters, gradients and optimizer state against the real tensors of every layout."""
 
 import json
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +13,10 @@ import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.layout import Layout, Sharding
 from finetune.config.reader import read_recipe
 from finetune.plan.backward_memory import _list_moments
+from finetune.plan.peaks import plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.state import split_into_units
 from tests.conftest import make_chat, make_model
@@ -427,3 +430,23 @@ def test_a_rank_gathers_the_layer_of_which_it_has_the_most(ranks: int) -> None:
     assert _list_moments(spec, 0)[0].gradient_elements == max(down)
     if ranks > 1:  # no other rank has these experts
         assert units.layer.numel - units.unshared == max(received)
+
+
+@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2"])
+def test_the_copies_of_a_saved_state_are_planned(layout: Layout, tmp_path: Path) -> None:
+    """FSDP1 hands out its shards as copies, and gathers each unit for them; FSDP2 does not."""
+    model = make_model(tmp_path / "model", hidden_size=256, intermediate_size=704)
+    script = Path(__file__).with_name("saved_on_ranks.py")
+    finished = launch_ranks(script, [str(model), layout], ranks=2).check()
+    measured = int(re.search(r"allocated (\d+)", finished.outputs[0])[1])  # type: ignore[index]
+    config = json.loads((model / "config.json").read_text())
+    sharding = Sharding(layout=layout, mixed_precision="no")
+    spec = replace(make_spec(config, ranks=2, sharding=sharding), device="cpu")
+    saved, rest = plan_phases(spec)[-3].peak, plan_phases(spec)[-1].peak
+    assert saved.name == "optimizer state made"
+    copied = saved.temporaries
+    assert rest.total == saved.total - copied
+    if layout == "fsdp1":
+        assert measured <= copied < 1.2 * measured
+    else:
+        assert measured < 0.01 * rest.total

@@ -38,7 +38,7 @@ def allocated_peak(run: Callable[[], object]) -> int:
         event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return int(max(accumulate(changes)))
+    return int(max(accumulate(changes), default=0))
 
 
 def allocated_after(run: Callable[[], object]) -> int:

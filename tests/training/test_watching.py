@@ -184,7 +184,6 @@ def test_a_dry_run_names_the_kernel_that_a_gpu_will_run(
         "_attend_varlen": "varlen",
         "attend_in_blocks": "flex_attention",
         "_attend_each_document": "document by document",
-        "_attend_each_both_ways": "document by document",
     }
     for kernel, name in kernels.items():
         monkeypatch.setattr(attention_kernels, kernel, lambda *_, name=name, **__: name)
