@@ -457,6 +457,7 @@ def load_start(
         read_shards(model_state, MODEL, start, world)
         read_shards(optimizer_tensors, OPTIMIZER, start, world, names_beside_text(model))
     set_model_state(model, model_state)
+    del model_state  # FSDP1's copies make room for those of the optimizer's state
     set_optimizer_state(model, optimizer, optimizer_state)
     progress = read_progress(start)
     if progress.scaler and world.accelerator.scaler is not None:

@@ -215,6 +215,7 @@ class Saver:
 
     def _check_save(self, steps: int, steps_per_epoch: int | None) -> int:
         """Does the work of `check_save`."""
+        parameters = self._count_parameters()  # first: FSDP1 copies the model for it
         had_state = bool(self.optimizer.state)
         shards = [shard for shard in self._list_own_shards() if shard.is_first_copy]
         checkpoint_bytes = self._stage(Progress(), shards, is_published=False)
@@ -224,7 +225,6 @@ class Saver:
             # Listing the shards has made the state, whose memory is not needed before the first
             # update.
             self.optimizer.state.clear()
-        parameters = self._count_parameters()
         self._ranks.on_main(
             lambda: refuse_small_disk(
                 self.run_folder,

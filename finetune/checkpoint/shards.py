@@ -449,8 +449,10 @@ def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
     for name, first_name in tied_names(unwrap(model)).items():
         if first_name in with_tied:
             with_tied[name] = with_tied[first_name]
-    # FSDP1 warns of every missing parameter, so frozen parameters are in the dict, too.
-    all_tensors = get_model_state_dict(model)
+    # FSDP1 warns of every missing parameter, so frozen parameters are in the dict, too. Without
+    # adapters the state has all of them, and FSDP1 does not copy the model for them.
+    has_adapters = any(map(is_adapter, state))
+    all_tensors = get_model_state_dict(model) if has_adapters else {}
     for name, value in with_tied.items():
         if not isinstance(value, OffloadedTensor):
             all_tensors[name] = value

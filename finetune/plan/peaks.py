@@ -142,11 +142,14 @@ def _loading_point(spec: RunSpec, before_training: Snapshot) -> Snapshot:
 def _state_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
     """The point at which the trial save, or a run that resumes, makes the optimizer's state.
 
-    `at_rest` if the state is in files or the optimizer keeps none. FSDP1 then makes a copy of it.
+    `at_rest` if the state is in files. FSDP1 copies its parameters first, even if the optimizer
+    keeps no state, and then the state if it is sharded.
     """
-    if not at_rest.optimizer or spec.optimizer_file() is not None:
+    if spec.optimizer_file() is not None:
         return at_rest
-    temporaries = max(state_making_bytes(spec), _copied_bytes(spec, at_rest))
+    making = state_making_bytes(spec) if at_rest.optimizer else 0
+    copied = _copied_bytes(spec, at_rest)
+    temporaries = making + copied if spec.shards == 1 else max(making, copied)
     return replace(at_rest, name="optimizer state made", temporaries=temporaries)
 
 
@@ -154,13 +157,13 @@ def _copied_bytes(spec: RunSpec, at_rest: Snapshot) -> int:
     """Bytes of the copies of its state that FSDP1 hands out to be saved or filled; 0 in any other
     layout.
 
-    They are the optimizer's state and, if it is sharded, the parameters; on the way there a unit's
+    They are the parameters and, if it is sharded, the optimizer's state; on the way there a unit's
     optimizer state is gathered, next to this rank's shard of it.
     """
     if spec.sharding.layout != "fsdp1":
         return 0
     if spec.shards == 1:
-        return at_rest.optimizer
+        return at_rest.parameters
     layout = plan_layout_memory(spec)
     unit = max(layout.layer.shard, layout.tail.shard) / spec.state().gradients
     gathered = int(unit * (spec.shards + 1) * at_rest.optimizer)

@@ -432,21 +432,25 @@ def test_a_rank_gathers_the_layer_of_which_it_has_the_most(ranks: int) -> None:
         assert units.layer.numel - units.unshared == max(received)
 
 
-@pytest.mark.parametrize("layout", ["fsdp1", "fsdp2"])
-def test_the_copies_of_a_saved_state_are_planned(layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("fsdp1", 1), ("fsdp1", 2), ("fsdp2", 2)], ids=lambda value: str(value)
+)
+def test_the_copies_of_a_saved_state_are_planned(
+    layout: Layout, ranks: int, tmp_path: Path
+) -> None:
     """FSDP1 hands out its shards as copies, and gathers each unit for them; FSDP2 does not."""
     model = make_model(tmp_path / "model", hidden_size=256, intermediate_size=704)
     script = Path(__file__).with_name("saved_on_ranks.py")
-    finished = launch_ranks(script, [str(model), layout], ranks=2).check()
-    measured = int(re.search(r"allocated (\d+)", finished.outputs[0])[1])  # type: ignore[index]
+    finished = launch_ranks(script, [str(model), layout], ranks=ranks).check()
+    measured = re.search(r"save (\d+) resume (\d+)", finished.outputs[0])
+    assert measured is not None
     config = json.loads((model / "config.json").read_text())
     sharding = Sharding(layout=layout, mixed_precision="no")
-    spec = replace(make_spec(config, ranks=2, sharding=sharding), device="cpu")
-    saved, rest = plan_phases(spec)[-3].peak, plan_phases(spec)[-1].peak
-    assert saved.name == "optimizer state made"
-    copied = saved.temporaries
-    assert rest.total == saved.total - copied
-    if layout == "fsdp1":
-        assert measured <= copied < 1.2 * measured
-    else:
-        assert measured < 0.01 * rest.total
+    spec = replace(make_spec(config, ranks=ranks, sharding=sharding), device="cpu")
+    peaks = {phase.name: phase.peak for phase in plan_phases(spec)}
+    for name, allocated in zip(("save", "resume"), map(int, measured.groups()), strict=True):
+        if name == "resume" and layout == "fsdp1" and ranks > 1:
+            continue  # gloo's own copies make it vary from run to run
+        # the state is made, or read into one that is made, before any step
+        planned = peaks[name].allocated - peaks[name].parameters
+        assert allocated <= planned < 1.2 * allocated, name
