@@ -42,6 +42,7 @@ from finetune.convert.numbers import (
     ONE_BREAK,
     OTHER_ATTENTION,
     PAIRS_LEFT_OUT,
+    RATES_AHEAD,
     ROUNDED_MORE_OFTEN,
     SYSTEM_MASKED,
     TEXT_CUT,
@@ -111,6 +112,14 @@ def test_the_first_step_of_a_warmup_has_rate_0_there(
     convert: Convert, file: dict[str, Any], keys: dict[str, Any], is_said: bool
 ) -> None:
     assert (WARMED_EARLIER in convert(file, **keys)) == is_said
+
+
+def test_restarts_put_the_rate_a_step_ahead(convert: Convert) -> None:
+    """ReLoRA's rates of Axolotl 0.21 without a warm-up, of four steps: 0.85, 0.5, 0.15 and 0 of the peak."""
+    text = convert(AXOLOTL | {"adapter": "lora", "relora": True}, jagged_restart_steps=150)
+    assert RATES_AHEAD in text
+    assert WARMED_EARLIER not in text
+    assert RATES_AHEAD not in convert(AXOLOTL)
 
 
 @pytest.mark.parametrize(
