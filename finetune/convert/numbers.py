@@ -204,19 +204,14 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     steps = recipe.get("warmup_steps")
     share = recipe.get("warmup_ratio", recipe_keys()["warmup_ratio"].default)
     warmup = share if steps is None else steps
-<<<<<<< HEAD
-    is_linear = not settings.get("lr_quadratic_warmup")  # of Axolotl, which has a line of its own
+    restarts = settings.get("jagged_restart_steps")  # of Axolotl, as lr_quadratic_warmup
+    if restarts:
+        conversion.add_remark("jagged_restart_steps", restarts, RATES_AHEAD)
+    has_line = restarts or settings.get("lr_quadratic_warmup")
     schedules = (settings.get("lr_scheduler_type"), settings.get("lr_scheduler"))
     warms_as_here = "cosine_warmup_with_min_lr" in schedules
     starts_at_zero = conversion.tool != "Automodel" or _starts_at_zero(settings)
-    if warmup and is_linear and starts_at_zero and not warms_as_here:
-=======
-    restarts = settings.get("jagged_restart_steps")  # of Axolotl, as lr_quadratic_warmup
-    has_line = restarts or settings.get("lr_quadratic_warmup")
-    if restarts:
-        conversion.add_remark("jagged_restart_steps", restarts, RATES_AHEAD)
-    if warmup and not has_line and (conversion.tool != "Automodel" or _starts_at_zero(settings)):
->>>>>>> w-t3
+    if warmup and not has_line and starts_at_zero and not warms_as_here:
         conversion.remarks.append(WARMED_EARLIER)
     if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
         conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
