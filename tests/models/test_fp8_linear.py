@@ -159,6 +159,8 @@ def test_the_plan_refuses_the_same(tmp_path: Path) -> None:
         planned(dense, quantization=Quantization(load_in_4bit=True))
     with pytest.raises(UserError, match="remove use_dora"):
         planned(dense, lora=Lora(use_peft=True, use_dora=True))
-    with pytest.raises(UserError, match="a mixture of experts cannot be combined with mixed_precision: fp8"):
+    with pytest.raises(
+        UserError, match="a mixture of experts cannot be combined with mixed_precision: fp8"
+    ):
         planned(make_model(tmp_path / "experts", model_type="mixtral", num_local_experts=4))
     assert "torchao" in sys.modules
