@@ -59,8 +59,15 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model_type -> keys of its config
     "gpt_oss": MIXTURE,
     "deepseek_v3": DEEPSEEK | {"n_group": 1, "topk_group": 1},
 }
-OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit", "adafactor")
-OPTIMIZERS += ("muon", "sgd")
+OPTIMIZERS = (
+    "adamw_torch_fused",
+    "adamw_torch",
+    "adamw_bf16_moments",
+    "adamw_8bit",
+    "adafactor",
+    "muon",
+    "sgd",
+)
 LORA = {"use_peft": True, "lora_r": 8}
 WHOLE = {"modules_to_save": ["lm_head", "embed_tokens"]}
 REWARDED = {"rewards": ["think_format"], "num_generations": 4}

@@ -265,7 +265,9 @@ def count_rounds(micro_batches: int, stages: int) -> int:
 def split_layers(costs: Sequence[float], parts: int) -> list[range]:
     """Cuts layers into `parts` groups of neighbors so that the costliest group costs least.
 
-    `costs`: the cost of each layer.
+    The groups are the chunks of a pipeline: its stages, times the chunks of each rank.
+
+    `costs`: the cost of each layer, in any unit, such as elements of its weight matrices.
 
     >>> split_layers([1, 1, 1, 1, 4], 2)
     [range(0, 4), range(4, 5)]

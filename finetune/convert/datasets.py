@@ -91,18 +91,18 @@ def _read_torchtune_preferences(entry: DataSetEntry, conversion: Conversion) -> 
     keys = entry.take_name_and_split()
     if component in TORCHTUNE_PAIRS:
         entry.take("_component_")
-    if component == "stack_exchange_paired":
+    is_stack_exchange = component == "stack_exchange_paired"
+    names_columns = any(key.startswith("column_map.") for key in entry.unread)
+    default_columns = {}
+    if is_stack_exchange and not names_columns:  # a map replaces all of the default columns there
         default_columns = STACK_EXCHANGE
-    else:
-        default_columns = {}
     for name, our_key in PAIRED_COLUMNS.items():
         column = entry.take(f"column_map.{name}") or default_columns.get(name)
         if column != name:  # our reader finds a column of this name by itself
             keys[our_key] = column
     default_source = TORCHTUNE_PAIRS.get(component)
-    has_default_source = entry.unread.get("source") in (None, default_source)
-    if component == "stack_exchange_paired" and has_default_source:
-        keys["type"] = "messages"
+    if is_stack_exchange:
+        keys["type"] = "messages"  # its columns are plain texts, of which torchtune makes turns
         conversion.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
     return make_sources([path or default_source for path in entry.take_paths("source")], **keys)
 

@@ -363,7 +363,7 @@ class ImageProcessor:
         return files
 
     @cached_property
-    def is_expected(self) -> bool:
+    def model_takes_images(self) -> bool:
         """Whether the model is a vision-language one; False if its config cannot be read."""
         if self._model.model_config is None and self._model.model_name_or_path is None:
             return False

@@ -259,7 +259,7 @@ def _count_images_unread(
     column = _find_unread_images(row, parsed, kind)
     if column is None:
         return
-    takes_images = renderer.images is not None and renderer.images.is_expected
+    takes_images = renderer.images is not None and renderer.images.model_takes_images
     name = "images_dropped" if takes_images else "images_unread"
     stats.tally.add(name, [where])
     stats.tally.details.setdefault(name, f"the column {list_columns([column])}")

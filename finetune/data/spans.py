@@ -393,12 +393,13 @@ def _find_later_spans(rendering: Rendering, i: int, limit: int, renderer: Render
         run = list(group)
         if message != i or run[0].position <= limit:
             continue
-        begin = run[0].position
+        begin = run[0].position  # the run's first mark stands where its words begin
         last = run[-1]
         following = marks[marks.index(last) + 1 :]
         next_begins = [mark.words_begin for mark in following if mark.message != i]
         end = min([_find_end_of_words(rendering.text, last, renderer), *next_begins])
-        if end > begin:  # Gemma 4 may have left out all of the content
+        # Gemma 4 may have left out all of the content, so that only the mark before it is there.
+        if end > begin:
             spans.append((begin, end))
     return spans
 

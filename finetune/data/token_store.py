@@ -377,8 +377,8 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *descriptions: Any) -
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     if (images := getattr(tokenizer, "images", None)) is not None:
         # transformers counts the tokens of an image, beside the files of the processor
-        library = version("transformers") if images.is_expected else ""
-        facts = [images.is_expected, images.describe(), library]
+        library = version("transformers") if images.model_takes_images else ""
+        facts = [images.model_takes_images, images.describe(), library]
         digest.update(json.dumps(facts, sort_keys=True).encode())
     return digest.hexdigest()
 

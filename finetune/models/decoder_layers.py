@@ -166,7 +166,9 @@ class ActivationOffload:
 
     def __init__(self, copies: CudaCopies) -> None:
         self._copies = copies
-        self._latest: _Layer | None = None  # the layer whose forward began last
+        # The layer whose forward began last. To a forward's first layer that is the last one of the
+        # forward before, whose tensors are gone with its graph.
+        self._latest: _Layer | None = None
 
     def wrap(self, function: Callable[..., Any], is_compiled: bool = False) -> Callable[..., Any]:
         """Wraps a layer's function, so that the activations that it saves are offloaded.
@@ -189,7 +191,8 @@ class ActivationOffload:
                 keep = partial(layer.keep, storage=_find_address(inputs[0]))
             with saved_tensors_hooks(keep, _restore):
                 outputs = function(*inputs, **others)
-            # The copies of the layer below ran beside this forward.
+            # The copies of the layer below ran beside this forward. The last layer is never
+            # released: its backward is first.
             if below is not None:
                 below.release()
             return outputs

@@ -150,7 +150,9 @@ def adapt_head(model: Any) -> None:
     base = layer.base_layer
     assert hasattr(layer, "lora_A") and not layer.lora_variant, "rules refuse DoRA and OFT here"
     layer.__class__ = _head_class()
-    if type(base) is nn.Linear:  # `install_loss` was not called: the model computes no loss
+    if type(base) is nn.Linear:
+        # `install_loss` was not called, as in the plan's trace: the model computes no loss, for
+        # which alone a head needs what follows.
         return
     # The loss and a critic's parameters move from the base to the layer, which is the head now.
     for name in ("input_scale", "logits", "label_smoothing", "token_weights"):

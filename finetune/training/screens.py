@@ -752,7 +752,7 @@ def describe_out_of_memory(
     """Describes an out-of-memory error: the measured memory, the planned memory at its peak, and
     what to change.
 
-    `images`: as in `make_plan`.
+    `images`: the model_type of the whole model if rows hold images, else None.
     """
     lines = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
     if world.device.type == "cuda":

@@ -997,6 +997,26 @@ SCHEDULED = {"_component_": "get_cosine_schedule_with_warmup", "num_warmup_steps
 
 
 @pytest.mark.parametrize(
+    ("keys", "columns"),
+    [
+        ({}, {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}),
+        ({"source": "mine/pairs", "column_map": {"prompt": "ask"}}, {"prompt": "ask"}),
+    ],
+)
+def test_stack_exchange_of_torchtune_makes_turns_of_texts_from_any_source(
+    keys: dict[str, object], columns: dict[str, str], convert: Convert
+) -> None:
+    """As `stack_exchange_paired_dataset`: a map of columns replaces all of the default ones."""
+    made = convert(TUNE, **PAIRS_THERE | {"dataset": {**PAIRS_THERE["dataset"], **keys}})
+    (source,) = made.recipe["datasets"]
+    assert source["type"] == "messages"
+    assert {k: v for k, v in source.items() if k.endswith("_column")} == {
+        f"{name}_column": column for name, column in columns.items()
+    }
+    assert "data/rl" in said(made)
+
+
+@pytest.mark.parametrize(
     ("command", "keys", "unread"),
     [
         ("", PAIRS_THERE | {"clip_grad_norm": 1.0}, "clip_grad_norm"),
