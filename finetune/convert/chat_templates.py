@@ -483,6 +483,12 @@ MAYBE_BOS = (
     "chat_template: a prompt begins with the tokenizer's BOS token there, where it has one, also "
     "under a template that writes none; not here"
 )
+# AxolotlDPOTrainer would take the second one away in _tokenize, which TRL's trainer no longer calls
+# as a method since 1.8 at the latest
+SECOND_BOS = (
+    "chat_template: a prompt begins with two BOS tokens there, where the tokenizer writes one "
+    "before that of the template; here with one"
+)
 ASKED_WITH_THOUGHT = "the prompt of a pair ends with an empty thought there, not here"
 # our templates that write no BOS token
 WITHOUT_BOS = ("chatml", "granite", "phi3", "phi4", "qwen", "qwen3", "qwen3.5", "qwen3.6")
@@ -645,6 +651,11 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(TOKENIZERS_BOS)
     elif template not in TEMPLATES.values():
         conversion.remarks.append(MAYBE_BOS)
+    is_template_text = any(
+        each.startswith("chat_template") for each in find_texts(settings, "type")
+    )
+    if is_template_text and method == "dpo" and template not in WITHOUT_BOS:
+        conversion.remarks.append(SECOND_BOS)
 
 
 def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion) -> None:

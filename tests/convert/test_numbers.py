@@ -17,7 +17,7 @@ from finetune.config.module_names import is_within
 from finetune.convert.axolotl import BEST_ON_STEPS, HIDDEN_BY_MASK, LAST_UNMEASURED
 from finetune.convert.base_model import SPECIAL_FIRST
 from finetune.convert.by_tool import ROUNDED_BEFORE
-from finetune.convert.chat_templates import MAYBE_BOS, OF_GEMMA, TOKENIZERS_BOS
+from finetune.convert.chat_templates import MAYBE_BOS, OF_GEMMA, SECOND_BOS, TOKENIZERS_BOS
 from finetune.convert.conversion import (
     LOADED_AS_FILED,
     MASTER_WEIGHTS,
@@ -453,6 +453,8 @@ def test_the_bos_before_a_prompt_of_axolotls_pairs_is_said(
 ) -> None:
     text = convert(AXOLOTL | PAIRS, **keys)
     assert [each for each in (MAYBE_BOS, TOKENIZERS_BOS) if each in text] == [line] * bool(line)
+    # Llama 3's rows of Axolotl 0.21, as trained with TRL 1.14.1, began with two
+    assert (SECOND_BOS in text) == (line != TOKENIZERS_BOS)
 
 
 @pytest.mark.parametrize(

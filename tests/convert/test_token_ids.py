@@ -35,6 +35,7 @@ from finetune.convert.chat_templates import (
     OWN_THOUGHT,
     PROMPT_ENDS,
     SAME_TOOLS,
+    SECOND_BOS,
     SPACE_TRAINED,
     SYSTEM_OF_IMAGES,
     TEMPLATES,
@@ -810,8 +811,7 @@ def pair_by_axolotl(name: str, row: dict[str, Any], tokenizer: Any) -> list[list
     for side in ("chosen", "rejected"):
         answer = made[side] if made[side].endswith(eos) else made[side] + eos  # add_eos
         ids = tokenizer(made["prompt"] + answer).input_ids
-        begins_twice = ids[:2] == [tokenizer.bos_token_id] * 2  # remove_double_bos_token
-        sides.append(ids[begins_twice:])
+        sides.append(ids)
     return sides
 
 
@@ -870,6 +870,9 @@ def test_a_pair_of_axolotls_has_its_ids_or_convert_says_what_differs(
         scored = pair.labels[first:last].tolist()
         until = max(i for i, label in enumerate(scored) if label != IGNORE_INDEX) + 2
         ours = ours[:until]
+        begins_twice = ids[:2] == [tokenizer.bos_token_id] * 2
+        assert begins_twice == (SECOND_BOS in said)
+        ids = ids[begins_twice:]
         begins = ids[0] == tokenizer.bos_token_id != ours[0]
         assert begins == (TOKENIZERS_BOS in said)
         follows = ids[-1] == tokenizer.eos_token_id != ours[-1]
