@@ -128,8 +128,10 @@ TORCHTUNE_SOURCES = {
 }
 # split_across_pack of its text_completion_dataset, which is true by default
 SPLIT_BY_PACKING = "a text that does not fit is split over two packed rows there; none is here"
-# OpenAIToMessages and validate_messages of its data/_messages.py, in 0.6.1 and 0.7
+# validate_messages of torchtune's data/_messages.py, and _normalize_messages of Automodel's
+# components/datasets/llm/chat_dataset.py
 OF_CHATS = "a message's train or weight is not read there; it is here"
+# OpenAIToMessages of its data/_messages.py, in 0.6.1 and 0.7
 OF_OPENAI = (
     "of a row with tools, their description and the calls are left out there, an answer without "
     "words trains the text of the message before it once more, and a tool's result stops the run; "
@@ -536,7 +538,8 @@ def _report_turns(entry: DataSetEntry, template: str | Path, conversion: Convers
 
     A difference is added if the template may write an earlier answer differently than a last one.
     """
-    conversion.remarks += [f"{entry.where}: {note}" for note in (CALLS_AS_TEXTS, PARTS_APART)]
+    notes = (CALLS_AS_TEXTS, OF_CHATS, PARTS_APART)
+    conversion.remarks += [f"{entry.where}: {note}" for note in notes]
     name = str(conversion.recipe.get("model_name_or_path"))
     text = _read_text(template)
     if "{%" in text or "{{" in text:

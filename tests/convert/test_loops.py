@@ -141,6 +141,7 @@ from finetune.convert.datasets import (
     CALLS_AS_TEXTS,
     HEADER_THERE,
     MARKED_THERE,
+    OF_CHATS,
     ONE_TEXT_OF_CHAT,
     PARTS_APART,
     SPLIT_BY_PACKING,
@@ -1006,8 +1007,8 @@ def test_how_automodel_writes_calls_and_parts_of_a_chat_is_said(
     """Source: _normalize_messages of its components/datasets/llm/chat_dataset.py."""
     dataset = {"_target_": f"nemo_automodel.components.datasets.llm.{kind}"}
     text = said(convert(AUTOMODEL, dataset=dataset | {"path_or_dataset_id": "a/rows"}))
-    notes = [CALLS_AS_TEXTS, PARTS_APART]
-    assert [note in text for note in notes] == [kind.endswith("ChatDataset")] * 2
+    notes = [CALLS_AS_TEXTS, OF_CHATS, PARTS_APART]
+    assert [note in text for note in notes] == [kind.endswith("ChatDataset")] * 3
     call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
     parts = [{"type": "text", "text": each} for each in ("Add", " 1.")]
     turns = [
