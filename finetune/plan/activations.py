@@ -107,8 +107,7 @@ def row_mask_bytes(architecture: Architecture, computation: "Computation") -> in
     """
     if computation.attention != "sdpa" or computation.checkpoint_every is None:
         return 0
-    masks = 1 if architecture.facts.window is None else MASK_KINDS
-    return masks * computation.document_length
+    return _row_mask_bytes(architecture, computation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -455,13 +454,15 @@ def evaluation_bytes(
         return trace.largest("forward", computation.document_length)
     # while the queries are rotated: before, after, and two between; and keys and values
     rotated_width = 4 * architecture.query_width + 2 * architecture.key_value_width
-    of_part = max(
+    of_mlp = max(
         3 * architecture.mlp_width * computation.itemsize,
         _evaluated_expert_bytes(architecture, computation),
-        rotated_width * computation.residual_itemsize,
     )
+    of_part = rotated_width * computation.residual_itemsize
     if counts_scores:
+        of_mlp += _held_score_bytes(architecture, computation)
         of_part = max(of_part, _evaluated_attention_bytes(architecture, computation))
+    of_part = max(of_part, of_mlp)
     return (
         of_part
         + 4 * architecture.hidden * computation.residual_itemsize
@@ -485,6 +486,27 @@ def _evaluated_expert_bytes(architecture: Architecture, computation: Computation
     return width * computation.itemsize
 
 
+def _row_mask_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of the masks that transformers makes of a row: for SDPA of bools, for eager
+    attention of numbers that are added to the scores.
+    """
+    if computation.attention not in MASKED:
+        return 0
+    masks = 1 if architecture.facts.window is None else MASK_KINDS
+    itemsize = computation.itemsize if computation.attention == "eager" else 1
+    return masks * itemsize * computation.document_length
+
+
+def _held_score_bytes(architecture: Architecture, computation: Computation) -> int:
+    """Bytes per token of scores and masks during the MLP of an evaluation: transformers' decoder
+    layer holds what its eager attention has returned, the softmax of its scores.
+    """
+    masks = _row_mask_bytes(architecture, computation)
+    if computation.attention != "eager":
+        return masks
+    return masks + computation.itemsize * architecture.heads * computation.document_length
+
+
 def _evaluated_attention_bytes(architecture: Architecture, computation: Computation) -> int:
     """Bytes per token of attention in evaluation, when it makes its output.
 
@@ -505,7 +527,13 @@ def _evaluated_attention_bytes(architecture: Architecture, computation: Computat
     elif keys_and_values > 2 * key:  # repeated for each query head
         inputs += itemsize * keys_and_values
     if materializes_scores(architecture, computation):
-        return inputs + 3 * FP32 * architecture.heads * computation.document_length
+        if computation.attention == "eager" and computation.itemsize == FP32:
+            # before softmax and after; with sinks also joined with them, and less the largest
+            scores = 4 if architecture.family.sinks else 2
+        else:
+            scores = 3
+        masks = _row_mask_bytes(architecture, computation)
+        return inputs + masks + scores * FP32 * architecture.heads * computation.document_length
     outputs = 2 if attends_by_document(architecture, computation) else 1
     made = outputs * itemsize * query
     if _masks_scores(architecture, computation):

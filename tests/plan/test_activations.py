@@ -572,3 +572,15 @@ def test_the_copies_that_attention_reads_are_planned(family: str) -> None:
     """In an evaluation in bf16 on a CPU, whose kernels compute in fp32."""
     config = SMALL | {"model_type": family, "num_attention_heads": 16, "pad_token_id": 0}
     assert 1 <= planned_share(config, dtype="bfloat16", evaluates=True) < 1.2
+
+
+@pytest.mark.parametrize(
+    ("family", "mlp_width"),
+    [("llama", 1408), ("gemma2", 1408), ("gemma2", 352), ("gpt_oss", 352)],
+    ids=lambda value: str(value),
+)
+def test_the_scores_and_masks_of_an_evaluation_are_planned(family: str, mlp_width: int) -> None:
+    """transformers' eager attention makes them, and a layer holds its scores during a wide MLP."""
+    sizes = {"num_attention_heads": 2 if mlp_width == 1408 else 4, "intermediate_size": mlp_width}
+    config = SMALL | sizes | {"model_type": family, "sliding_window": 64, "num_local_experts": 4}
+    assert 1 <= planned_share(config, attention="eager", evaluates=True) < 1.2
