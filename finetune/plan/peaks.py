@@ -50,6 +50,7 @@ CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, c
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
 
 HEAD_BACKWARD = "backward of the head"  # a point's name, by which `_first_step` finds it
+NORM_GRADIENTS = 5  # fp32 tensors of the hidden states' size at once in the backward of an RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,9 +291,10 @@ def _step_points(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 
 
 def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Iterator[Snapshot]:
-    """Yields the loss and the backward of the head, when the activations of all layers are there.
+    """Yields the loss and the backward of the head and of the final norm, when the activations of
+    all layers are there.
 
-    Layers that stay gathered are there at both points (`all_layers_until_loss`,
+    Layers that stay gathered are there at all points (`all_layers_until_loss`,
     `bytes_until_backward`). If they do not stay, the backward of the head prefetches the last
     layer; without sharding its buffer is 0 bytes.
     """
@@ -311,12 +313,21 @@ def _head_points(spec: RunSpec, layout: LayoutMemory, before: Snapshot) -> Itera
         layers = layout.bytes_until_backward(layout.layers)
     else:
         layers = layout.layer.arriving
-    yield replace(
+    head_backward = replace(
         head,
         name=HEAD_BACKWARD,
         loss=loss_backward_bytes(spec) if spec.is_last_stage else 0,
         gathered=gathered_at_both + layers,
     )
+    yield head_backward
+    if spec.is_last_stage and not spec.computation.compiled:
+        norm_gradients = NORM_GRADIENTS * FP32 * spec.computed.hidden * spec.tokens
+        yield replace(
+            head_backward,
+            name="backward of the final norm",
+            activations=head.activations + norm_gradients,
+            loss=0,
+        )
 
 
 def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:

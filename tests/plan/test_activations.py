@@ -584,3 +584,11 @@ def test_the_scores_and_masks_of_an_evaluation_are_planned(family: str, mlp_widt
     sizes = {"num_attention_heads": 2 if mlp_width == 1408 else 4, "intermediate_size": mlp_width}
     config = SMALL | sizes | {"model_type": family, "sliding_window": 64, "num_local_experts": 4}
     assert 1 <= planned_share(config, attention="eager", evaluates=True) < 1.2
+
+
+@pytest.mark.parametrize("family", ["llama", "apertus"])
+def test_the_backward_of_the_final_norm_is_planned(family: str) -> None:
+    """It computes in fp32 while nothing of the layers is freed, whose MLPs are narrow here."""
+    sizes = {"hidden_size": 512, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    config = SMALL | sizes | {"model_type": family, "num_key_value_heads": 4}
+    assert 1 <= planned_share(config, dtype="bfloat16", tokens=4096, documents=16) < 1.2
