@@ -81,6 +81,14 @@ ROUNDED_BEFORE = (
 ADAPTERS_IN_16_BITS = (
     "over a quantized base adapters and their moments are in bfloat16 there, in float32 here"
 )
+# `correct` of Gemma3nTextAltUp in transformers 5 multiplies by the clamped `weight` of a layer,
+# which has other dimensions in 4 bits
+ALTUP_IN_4_BITS = (
+    "the first step of this model stops there under transformers 5, which reads the packed weight "
+    "of AltUp's correction_coefs as it is; here it is dequantized"
+)
+# tools that keep the base in 4 bits by transformers
+QUANTIZED_BY_TRANSFORMERS = ("Axolotl", "LLaMA-Factory", "TRL", "ms-swift")
 
 
 def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
@@ -101,6 +109,9 @@ def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
     is_rounded = tool in ("TRL", "ms-swift") and dtype in ("bfloat16", "float16")
     if tool == "Axolotl" or is_rounded:
         conversion.add_remark(load_key, True, ROUNDED_BEFORE)
+    in_4_bits = load_key == "load_in_4bit" and tool in QUANTIZED_BY_TRANSFORMERS
+    if in_4_bits and guess_family(name_model(settings)) == "gemma3n_text":
+        conversion.add_remark(load_key, True, ALTUP_IN_4_BITS)
 
 
 # the line of a model's code that makes a mixture's routers; Axolotl does not cast these back to 16

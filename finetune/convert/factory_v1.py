@@ -49,6 +49,12 @@ AS_MANY_AS_FIT = (
     "a micro-batch has as many rows there as fit into micro_batch_size x cutoff_len tokens, each "
     "as long as its longest; here micro_batch_size rows: raise per_device_train_batch_size"
 )
+# _get_dynamic_padding_free_micro_batch_sizes of its plugins/trainer_plugins/batching.py
+ONE_LONG_ROW = (
+    "packing: a micro-batch is one packed row of micro_batch_size x cutoff_len tokens there, "
+    "filled as rows come; here it is micro_batch_size packed rows of cutoff_len tokens, which hold "
+    "fewer rows where these are long"
+)
 # compute_length of its DynamicPaddingFreeBatcher
 COUNTED_BY_ROWS = (
     "num_train_epochs: the steps are counted there as if each micro-batch had micro_batch_size "
@@ -83,7 +89,8 @@ def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("batching_strategy", strategy, AS_MANY_AS_FIT)
     if strategy != PACKING:
         return
-    conversion.remarks.append(PACKED_IN_ORDER)
+    has_one_row = conversion.recipe.get("per_device_train_batch_size", 1) == 1
+    conversion.remarks.append(PACKED_IN_ORDER if has_one_row else ONE_LONG_ROW)
     if settings.get("max_steps") is None:
         conversion.remarks.append(COUNTED_BY_ROWS)
     attention = settings.get("flash_attn")

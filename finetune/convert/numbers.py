@@ -127,6 +127,11 @@ PAIRS_LEFT_OUT = (
 ROUNDED_MORE_OFTEN = (
     "the bfloat16 iteration rounds more often there: an update differs by some 3% from the one here"
 )
+# step of their Muon: buf1 / (eps + buf2.sqrt()), which is then scaled by both corrections
+EPSILON_BEFORE = (
+    "its AdamW, for the embedding, the head and vectors, adds adam_epsilon before the moments are "
+    "corrected there: in the first steps an element with a small gradient moves less than here"
+)
 CLIPPING_KEYS = {"torchtune": "clip_grad_norm", "Automodel": "clip_grad_norm.max_norm"}
 ALL_CLIPPED = (
     "every gradient is 0 there, but in torchtune's full_finetune_single_device; here none is "
@@ -230,6 +235,8 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     muon_key = find_muon_key(conversion.tool, settings, recipe)
     if muon_key is not None:
         conversion.add_remark(muon_key, settings[muon_key], ROUNDED_MORE_OFTEN)
+        if not recipe.get("use_peft"):  # adapters are matrices of layers
+            conversion.add_remark(muon_key, settings[muon_key], EPSILON_BEFORE)
     _report_clipping(settings, conversion)
     _report_attention(settings, conversion)
     _report_copies(conversion)

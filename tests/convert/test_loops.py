@@ -152,6 +152,7 @@ from finetune.convert.factory_v1 import (
     AS_MANY_AS_FIT,
     COUNTED_BY_ROWS,
     FILLED_UP,
+    ONE_LONG_ROW,
     SEEN_THROUGH_CACHE,
     V1_SPECIAL,
 )
@@ -2235,6 +2236,7 @@ def test_llama_factorys_v1_leaves_rows_out_adds_gradients_in_float32_and_trains_
             True,
             [FILLED_UP, COUNTED_BY_ROWS, PACKED_IN_ORDER],
         ),
+        ({"batching_strategy": "dynamic_padding_free", "micro_batch_size": 4}, True, [FILLED_UP, ONE_LONG_ROW]),
         (
             {"batching_strategy": "dynamic_padding_free", "enable_activation_checkpointing": False},
             True,
@@ -2257,6 +2259,7 @@ def test_the_batches_of_llama_factorys_v1(
         COUNTED_BY_ROWS,
         SEEN_THROUGH_CACHE,
         PACKED_IN_ORDER,
+        ONE_LONG_ROW,
     )
     assert [line for line in known if line in said(made)] == lines
 

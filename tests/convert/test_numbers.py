@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Gemma3nTextConfig
 
 from finetune.config.module_names import is_within
 from finetune.convert.axolotl import BEST_ON_STEPS, HIDDEN_BY_MASK, LAST_UNMEASURED
 from finetune.convert.base_model import SPECIAL_FIRST
-from finetune.convert.by_tool import ROUNDED_BEFORE
+from finetune.convert.by_tool import ALTUP_IN_4_BITS, ROUNDED_BEFORE
 from finetune.convert.chat_templates import MAYBE_BOS, OF_GEMMA, SECOND_BOS, TOKENIZERS_BOS
 from finetune.convert.conversion import (
     LOADED_AS_FILED,
@@ -35,6 +36,7 @@ from finetune.convert.numbers import (
     ENDS_OF_ANSWERS,
     ENDS_OF_TEXTS,
     EOS_AT_CUT,
+    EPSILON_BEFORE,
     JOINED_BREAKS,
     LABEL_BEHIND_CUT,
     NAMES_END_SO,
@@ -510,6 +512,17 @@ def test_muons_iteration_rounds_more_often_there(convert: Convert) -> None:
     assert ROUNDED_MORE_OFTEN not in convert(FACTORY)
 
 
+@pytest.mark.parametrize(("trained", "is_said"), [("full", True), ("lora", False)])
+def test_the_epsilon_of_muons_own_adamw_is_said(
+    convert: Convert, trained: str, is_said: bool
+) -> None:
+    """step of LLaMA-Factory's third_party/muon/muon.py: a gradient of 1e-7 moves a weight by 0.24 of the rate in the
+    first step, and by 0.91 of it by torch's AdamW.
+    """
+    text = convert(FACTORY, use_muon=True, finetuning_type=trained)
+    assert (EPSILON_BEFORE in text) == is_said
+
+
 def test_muons_updates_are_some_hundredths_apart() -> None:
     """Newton and Schulz's iteration in bfloat16 with every product rounded, as LLaMA-Factory's, and in float64."""
     generator = torch.Generator().manual_seed(0)
@@ -566,6 +579,36 @@ def test_a_base_that_is_rounded_before_it_is_quantized_is_named(
     file: dict[str, object], is_said: bool, convert: Convert
 ) -> None:
     assert (ROUNDED_BEFORE in convert(file)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("google/gemma-3n-E2B-it", {"adapter": "qlora", "load_in_4bit": True}, True),
+        ("google/gemma-3n-E2B-it", {"adapter": "lora"}, False),
+        ("google/gemma-3-1b-it", {"adapter": "qlora", "load_in_4bit": True}, False),
+    ],
+)
+def test_a_model_that_stops_in_4_bits_there_is_said(
+    convert: Convert, name: str, keys: dict[str, Any], is_said: bool
+) -> None:
+    assert (ALTUP_IN_4_BITS in convert(AXOLOTL, base_model=name, **keys)) == is_said
+
+
+def test_the_coefficients_of_altup_are_read_packed_by_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_kv_shared_layers": 0}
+    inputs = {"vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
+    layers = {"layer_types": ["full_attention"], "activation_sparsity_pattern": [0.0]}
+    config = Gemma3nTextConfig(**sizes, **heads, **inputs, **layers, laurel_rank=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    quantization = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_storage=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=quantization, dtype=torch.bfloat16, device_map="cpu"
+    )
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.train()(input_ids=torch.tensor([[1, 2, 3]]))
 
 
 NAMES = (
