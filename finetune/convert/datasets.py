@@ -359,7 +359,7 @@ HEADER_THERE = (
     f"under a chat template {HEADER}, but for its first token where the template writes an EOS "
     "token after a question that ends the text and after no other, as Phi-3's, whose header is "
     "that token alone; so is what it writes after an answer's end, as ChatML's line break; of one "
-    "with generation blocks these alone are"
+    "with generation blocks these alone are, and here what of them follows the prompt of inference"
 )
 # _normalize_messages of its components/datasets/llm/chat_dataset.py
 CALLS_AS_TEXTS = (

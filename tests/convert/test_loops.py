@@ -1102,6 +1102,7 @@ def test_the_blocks_of_a_template_that_automodel_trains_are_said(
         assert made.recipe["chat_template"] == named
         notes = [each for each in (MARKED_THERE, HEADER_THERE) if each in said(made)]
         assert notes == [MARKED_THERE if template == MARKED else HEADER_THERE]
+        assert "what of them follows the prompt of inference" in said(made)
 
 
 @pytest.mark.parametrize(
