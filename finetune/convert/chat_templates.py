@@ -203,6 +203,8 @@ OTHER_PROMPTS = {
 PROMPT_ENDS = "a prompt for inference, which the exported tokenizer writes, ends {}"
 BREAK_TRAINED = "the line break after an answer is trained too there"
 HEADER = "the header of an answer is trained too there"
+# of a template with generation blocks
+AFTER_PROMPT = "here what follows the prompt of inference, to the end of its turn"
 HEADER_TRAINED = f"chat_template: {HEADER}, about three tokens"
 # our templates with a line break after an answer, which LLaMA-Factory trains
 BREAKING_TEMPLATES = (

@@ -15,6 +15,7 @@ from finetune.config.schema import DatasetSource
 from finetune.convert.alignment_handbook import read_mixer, read_mixture
 from finetune.convert.automodel import SHUFFLED_BEFORE
 from finetune.convert.chat_templates import (
+    AFTER_PROMPT,
     EARLIER_ENDS,
     HEADER,
     MAYBE_THINKING,
@@ -361,7 +362,7 @@ HEADER_THERE = (
     f"under a chat template {HEADER}, but for its first token where the template writes an EOS "
     "token after a question that ends the text and after no other, as Phi-3's, whose header is "
     "that token alone; so is what it writes after an answer's end, as ChatML's line break; of one "
-    "with generation blocks these alone are"
+    f"with generation blocks these alone are, and {AFTER_PROMPT}"
 )
 # _normalize_messages of its components/datasets/llm/chat_dataset.py
 CALLS_AS_TEXTS = (
@@ -382,10 +383,7 @@ REWRITING = re.compile(r"think|reasoning|<\|return\|>")  # in the text of such a
 ENDS_LAST = "<|return|>"  # gpt-oss ends a last answer with it, and an earlier one with <|end|>
 # GENERATION_REGEX of its components/datasets/llm/formatting_utils.py
 MARKS = re.compile(r"\{%-?\s+generation\s+-?%\}")
-MARKED_THERE = (
-    "the generation blocks of the chat template are trained there; here what of them follows the "
-    "prompt of inference"
-)
+MARKED_THERE = f"the generation blocks of the chat template are trained there; {AFTER_PROMPT}"
 # ColumnMappedTextInstructionDataset of Automodel 0.7, by default without use_hf_chat_template
 FIRST_IN_SPACE = f"the answer's first token begins with the space there, {FIRST_OF_ANSWER}"
 SPACE_BETWEEN = "a space stands between prompt and answer there, and no end-of-text token after it"

@@ -127,7 +127,13 @@ from finetune.convert.by_tool import (
     MAGNITUDES_DECAYED,
     PARTS_IN_FP32,
 )
-from finetune.convert.chat_templates import EARLIER_ENDS, EARLIER_THOUGHTS, OTHER_ENDS, OWN_THOUGHT
+from finetune.convert.chat_templates import (
+    AFTER_PROMPT,
+    EARLIER_ENDS,
+    EARLIER_THOUGHTS,
+    OTHER_ENDS,
+    OWN_THOUGHT,
+)
 from finetune.convert.conversion import (
     ALL_IN_FP8,
     BASE_IN_FP32,
@@ -1104,6 +1110,7 @@ def test_the_blocks_of_a_template_that_automodel_trains_are_said(
         assert made.recipe["chat_template"] == named
         notes = [each for each in (MARKED_THERE, HEADER_THERE) if each in said(made)]
         assert notes == [MARKED_THERE if template == MARKED else HEADER_THERE]
+        assert AFTER_PROMPT in said(made)
 
 
 @pytest.mark.parametrize(
