@@ -15,7 +15,7 @@ from finetune.config.methods import LAYER_SLICE, METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
 from finetune.convert.async_grpo import adapt_async, is_async
-from finetune.convert.chat_templates import AFTER_PROMPT, report_scored_text
+from finetune.convert.chat_templates import report_scored_text
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.defaults import DEFAULTS
@@ -125,13 +125,6 @@ MARKED_THERE = (
     "it marks the line break after an answer too, as Qwen2.5's the one before it, and Qwen3's "
     "writes a thought into every answer, an empty one where a row has none; here the template is "
     "the tokenizer's"
-)
-# get_training_chat_template of TRL's chat_template_utils.py has a copy with such blocks for
-# families whose template has none
-BLOCKS_TRAINED = (
-    "the generation blocks of the chat template, or of TRL's copy of it, are trained there, with "
-    "the header or the line breaks around an answer that stand in them, as in Qwen2.5's; "
-    f"{AFTER_PROMPT}"
 )
 WHOLE_ROW = (
     "the cross entropy is over prompt and answer there, the mean of each micro-batch counting "
@@ -488,8 +481,6 @@ def _adapt_supervised(settings: ToolFile, conversion: Conversion) -> None:
         )
     elif not marks_answers:
         conversion.add_remark("completion_only_loss", None, COMPLETION_ALONE)
-    if settings.get("assistant_only_loss"):
-        conversion.add_remark("assistant_only_loss", True, BLOCKS_TRAINED)
     for name in _read_losses("TRL", settings):
         if name not in map(str, SFT_LOSSES):
             note = "of supervised fine-tuning nll is the only one"

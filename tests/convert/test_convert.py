@@ -44,11 +44,7 @@ from finetune.convert.numbers import (
     OF_TEXTS,
     UNTRAINED_BY_CUT,
 )
-<<<<<<< HEAD
 from finetune.convert.objectives import COMPLETION_ALONE, COMPLETIONS_BREAK
-=======
-from finetune.convert.objectives import BLOCKS_TRAINED, COMPLETION_ALONE
->>>>>>> w-dd
 from finetune.convert.runnable import find_facts
 from finetune.convert.shared import MICRO_BATCHES_ALIKE
 from finetune.convert.torchtune import DIVIDED_BY_TOKENS
@@ -1253,18 +1249,9 @@ def test_the_order_of_keys_changes_nothing(
 
 def test_trls_mask_of_prompts_decides_what_is_trained(converted: Convert) -> None:
     ours, said, _ = converted(TRL + "completion_only_loss: true\nassistant_only_loss: false\n")
-<<<<<<< HEAD
     about_masks = [line for line in said.splitlines() if "completion_only_loss" in line]
     assert ours.get("assistant_only_loss", True)
     assert about_masks == [f"completion_only_loss: true   ({COMPLETIONS_BREAK})"]
-=======
-    assert ours.get("assistant_only_loss", True) and "completion_only_loss" not in said
-    assert BLOCKS_TRAINED not in said
-    # TRL 1.14 trains `<|im_start|>assistant\nHi.<|im_end|>\n` by the template of the handbook's
-    # file for SmolLM3, and from the first line break on by Qwen2.5's
-    _, said, _ = converted(TRL + "assistant_only_loss: true\n")
-    assert BLOCKS_TRAINED in said
->>>>>>> w-dd
     ours, said, _ = converted(TRL + "completion_only_loss: false\n")
     assert ours["assistant_only_loss"] is False
     assert (
