@@ -449,10 +449,11 @@ def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
     for name, first_name in tied_names(unwrap(model)).items():
         if first_name in with_tied:
             with_tied[name] = with_tied[first_name]
-    # FSDP1 warns of every missing parameter, so frozen parameters are in the dict, too. Without
-    # adapters the state has all of them, and FSDP1 does not copy the model for them.
+    # FSDP1 warns of every missing parameter, so the dict has those too that the state lacks: frozen
+    # ones beside adapters, and offloaded ones. Otherwise FSDP1 need not copy the model for them.
     has_adapters = any(map(is_adapter, state))
-    all_tensors = get_model_state_dict(model) if has_adapters else {}
+    has_offloaded = any(isinstance(value, OffloadedTensor) for value in state.values())
+    all_tensors = get_model_state_dict(model) if has_adapters or has_offloaded else {}
     for name, value in with_tied.items():
         if not isinstance(value, OffloadedTensor):
             all_tensors[name] = value

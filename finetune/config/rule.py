@@ -24,6 +24,8 @@ class _Unknown:
     """Stands for a part of a `Case` that is not known yet: whatever is read of it is `NotKnown`."""
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python's own question, such as a search for __wrapped__
+            raise AttributeError(name)
         raise NotKnown(name)
 
 

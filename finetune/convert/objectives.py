@@ -120,7 +120,7 @@ COMPLETIONS_BREAK = (
     "of an answer, as ChatML's line break, is trained too there"
 )
 # get_training_chat_template of TRL's chat_template_utils.py
-MARKED_THERE = (
+TEMPLATE_OF_TRL = (
     "a tokenizer's template without {% generation %} is replaced there by TRL's own of its family: "
     "it marks the line break after an answer too, as Qwen2.5's the one before it, and Qwen3's "
     "writes a thought into every answer, an empty one where a row has none; here the template is "
@@ -491,7 +491,7 @@ def _train_marked_answers(conversion: Conversion) -> None:
     """Trains what a template marks of a whole conversation, and reports TRL's own templates."""
     conversion.recipe["turns"] = "whole"
     if "chat_template" not in conversion.recipe:
-        conversion.add_remark("assistant_only_loss", True, MARKED_THERE)
+        conversion.add_remark("assistant_only_loss", True, TEMPLATE_OF_TRL)
 
 
 def _adapt_distillation(settings: ToolFile, conversion: Conversion) -> None:

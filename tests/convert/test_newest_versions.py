@@ -93,10 +93,10 @@ from finetune.convert.objectives import (
     CUT_BY_PARTS,
     CUT_BY_PARTS_THERE,
     DIVIDED_TWICE,
-    MARKED_THERE,
     PROMPT_CUT_ALONE,
     PROMPTS_WERE_CUT,
     SIDES_WERE_CUT,
+    TEMPLATE_OF_TRL,
     WAS_CUT_BY_PARTS,
 )
 from finetune.convert.runnable import MORE_ROWS
@@ -476,12 +476,12 @@ def test_what_trl_trains_around_an_answer_is_said(convert: Convert) -> None:
     """A run of TRL 1.16 trains 443 tokens of rows of which one here trains 433, and 433 of 429."""
     file = {"model_name_or_path": "org/model", "dataset_name": "org/rows"}
     marked = convert(file, assistant_only_loss=True)
-    assert MARKED_THERE in said(marked) and marked.recipe["turns"] == "whole"
+    assert TEMPLATE_OF_TRL in said(marked) and marked.recipe["turns"] == "whole"
     own = convert(file, assistant_only_loss=True, chat_template="{% generation %}")
-    assert MARKED_THERE not in said(own) and own.recipe["turns"] == "whole"
+    assert TEMPLATE_OF_TRL not in said(own) and own.recipe["turns"] == "whole"
     assert COMPLETIONS_BREAK in said(convert(file, completion_only_loss=True))
     plain = convert(file)
-    assert COMPLETIONS_BREAK not in said(plain) and MARKED_THERE not in said(plain)
+    assert COMPLETIONS_BREAK not in said(plain) and TEMPLATE_OF_TRL not in said(plain)
     assert "turns" not in plain.recipe
 
 
