@@ -27,6 +27,7 @@ from tests.training.test_online import lines_of
 from tests.training.test_online_environments import recipe, runs
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("trl")
 __all__ = ["recipe", "runs"]  # the fixtures
 
 

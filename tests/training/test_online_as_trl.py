@@ -10,6 +10,7 @@ from tests.training.layouts import steps_of, train_all, write_config
 from tests.training.test_online import GENERATIONS, MOST, PROMPTS, TEMPERATURE, lines_of, recipes
 
 pytestmark = pytest.mark.slow
+pytest.importorskip("trl")
 __all__ = ["recipes"]  # the fixture
 AGAIN = ["loss_type=dapo", "num_iterations=2", "learning_rate=3e-3", "max_grad_norm=null"]
 CASES: dict[str, list[str]] = {
