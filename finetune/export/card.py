@@ -301,7 +301,8 @@ def _make_metric_rows(lines: list[dict[str, Any]], last_step: Any) -> Iterator[t
         points = _find_points(lines, key, last_step)
         if points:
             _, last = points[-1]
-            yield name, f"{last:.4f}"
+            digits = ".3g" if "rewards/" in key else ".4f"  # a reward may have any size
+            yield name, f"{last:{digits}}"
 
 
 def _find_warnings(source: Source, lines: list[dict[str, Any]]) -> list[str]:
