@@ -117,12 +117,6 @@ FEATURES: Mapping[str, Feature] = {
         is_on=_is_fsdp1_without_shards,
         otherwise="use ddp, or for one rank accelerate_config: single, or set fsdp_version: 2",
     ),
-    "no FSDP2": Feature(
-        name="a layout other than FSDP2",
-        keys=("fsdp_version",),
-        is_on=lambda c: c.layout.layout != "fsdp2",
-        otherwise="use fsdp_full_shard_auto",
-    ),
     "a CPU": Feature(name="a run on a CPU", keys=(), is_on=lambda c: c.machine.device == "cpu"),
     "distributed_type: MULTI_GPU": _layout_feature(
         "distributed_type: MULTI_GPU",
@@ -349,9 +343,6 @@ EXCLUSIONS: Mapping[str, Mapping[str, str]] = {
         "optim_in_backward": "FSDP1 flattens parameters together",
     },
     "FSDP1 without shards": {"frozen parameters": "", "a vision-language model": ""},
-    "no FSDP2": dict.fromkeys(
-        ("expert_parallel_size", "pipeline_parallel_size", "optim_offload: nvme"), ""
-    ),
     "a CPU": {
         "use_liger_kernel": "Liger's kernels run on CUDA only",
         "activation_offload": "activations are in host memory already",
@@ -670,6 +661,19 @@ def _exclude(name: str, other_name: str, why: str) -> Rule:
     )
 
 
+def _require_fsdp2(name: str) -> Rule:
+    """Makes the rule that a feature requires the layout FSDP2."""
+    feature = find_feature(name)
+    return Rule(
+        name=f"{name} without FSDP2",
+        keys=(*feature.keys, "fsdp_version"),
+        when=all_of(feature.is_on, lambda case: case.layout.layout != "fsdp2"),
+        message=f"{feature.name} requires FSDP2, and {{layout.source}} is another layout",
+        advice=f"use fsdp_full_shard_auto, or {feature.otherwise}",
+        fix=feature.off,
+    )
+
+
 def _exclude_optimizers(name: str) -> Rule:
     """Makes the rule that the feature `name` excludes the optimizers whose rows say so."""
     feature = find_feature(name)
@@ -704,6 +708,7 @@ def _exclude_optimizers(name: str) -> Rule:
     )
 
 
+REQUIRING_FSDP2 = ("expert_parallel_size", "pipeline_parallel_size", "optim_offload: nvme")
 # The features that some optimizer cannot be combined with, each once.
 NOT_FOR_ALL_OPTIMIZERS = tuple(
     dict.fromkeys(name for row in OPTIMIZERS.values() for name in row.conflicts)
@@ -714,5 +719,6 @@ RULES: tuple[Rule, ...] = (
         for feature, reasons in EXCLUSIONS.items()
         for excluded, why in reasons.items()
     ),
+    *map(_require_fsdp2, REQUIRING_FSDP2),
     *map(_exclude_optimizers, NOT_FOR_ALL_OPTIMIZERS),
 )

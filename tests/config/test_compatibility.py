@@ -145,7 +145,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["use_liger_kernel=true"], FSDP2, 1, VISION, A100, "Liger's kernels were not tried with its class"),
     ([], Sharding(layout="fsdp1"), 1, VISION, None, "the vision-language model M cannot be combined with FSDP1 with NO_SHARD"),
     # expert parallelism
-    (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size cannot be combined with a layout other than FSDP2 (some.yaml); set"),
+    (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size requires FSDP2, and some.yaml is another layout; use fsdp_full_shard_auto, or set"),
     ([], replace(EP, expert_parallel_size=4, strategy="HYBRID_SHARD", replicate_size=2, shard_size=2), 4, None, None,
      "each of the 2 replicas of some.yaml has 2 ranks, and 2 / 4 is not a whole number; set it to 2"),
     ([], replace(EP, expert_parallel_size=4), 6, None, None,
@@ -202,7 +202,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
      "set global_batch_size: 4, or per_device_train_batch_size: 8"),
     ([*BACKWARD, "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None, "of 1 on 1 rank, but a gradient that is freed in the backward cannot wait for "
      "the next micro-batch; remove gradient_accumulation_steps, and set global_batch_size: 1, or"),
-    (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme cannot be combined with a layout other than FSDP2"),
+    (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme requires FSDP2, and a plain launch (no Accelerate file) is another layout; use fsdp_full_shard_auto, or remove"),
     (NVME, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp16"),
     (NVME, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp8"),
     # sampled completions
