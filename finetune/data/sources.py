@@ -217,7 +217,7 @@ def _find_folder_splits(path: str) -> dict[str, tuple[str, ...]]:
             splits[str(split)] = tuple(sorted(arrow or files))
     if not splits:
         raise UserError(
-            f"{path}: no data in this folder; known are {', '.join(KINDS)}, each with .gz too"
+            f"{path}: no data in this folder; known are {', '.join(KINDS)}; text with .gz too"
         )
     return splits
 
@@ -470,7 +470,7 @@ def read_file(path: str) -> Iterator[NumberedRow]:
 
 def _make_unknown_kind_error(path: str) -> UserError:
     return UserError(
-        f"{path}: unknown kind of file; known are {', '.join(KINDS)}, each with .gz too"
+        f"{path}: unknown kind of file; known are {', '.join(KINDS)}; text with .gz too"
     )
 
 
@@ -483,6 +483,7 @@ def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as file:
+        json_columns = _find_json_columns(file.schema_arrow)
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         sizes = [group.total_byte_size for group in groups]
         values = sum(
@@ -497,7 +498,21 @@ def _read_parquet(path: str) -> Iterator[dict[str, Any]]:
         for batch in file.iter_batches(batch_size=rows):
             unpacked += batch.nbytes + sum(map(_count_dictionary_bytes, batch.columns))
             limit_unpacked(path, unpacked)
-            yield from batch.to_pylist()
+            for row in batch.to_pylist():
+                if json_columns:
+                    json_values = {name: row[name] for name in json_columns}
+                    row |= json_columns.decode_example(json_values)
+                yield row
+
+
+def _find_json_columns(schema: Any) -> Any:
+    """Returns the features of the columns that the `datasets` library stored as JSON text."""
+    from datasets import Features
+
+    features = Features()
+    if b"Json" in (schema.metadata or {}).get(b"huggingface", b""):
+        features.update(Features.from_arrow_schema(schema))
+    return Features({name: value for name, value in features.items() if "Json(" in str(value)})
 
 
 def _count_dictionary_bytes_of_file(path: str) -> int:
@@ -630,6 +645,8 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     number = 0
     try:
+        if path.endswith(".gz"):
+            raise UserError(f"{path}: files of columns are not read from gzip; unpack it")
         if kind == "parquet":
             rows = _read_parquet(path)
         else:

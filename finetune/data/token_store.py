@@ -310,7 +310,7 @@ def _open_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any
 
 # The version of how rows become tokens, and of a store's files. It is raised when the same rows
 # give other tokens or files, so that stores of earlier versions are not found.
-VERSION = 27
+VERSION = 28
 POLL_SECONDS = 0.1  # between two looks for a store that another process writes
 DAMAGE_SECONDS = 60.0  # after which a damaged store is no longer expected to be replaced
 

@@ -157,6 +157,7 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
         ("none.parquet", b"PAR1 this is not", "cannot be read as parquet"),
         ("none.arrow", b"nothing of the kind", "cannot be read as arrow"),
         ("rows.xlsx", b"", "unknown kind of file"),
+        ("rows.parquet.gz", b"", "files of columns are not read from gzip; unpack it"),
         ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), "text in UTF-16; save it as UTF-8"),
         (
             "bare.jsonl",
@@ -605,6 +606,10 @@ def test_a_json_column_of_a_saved_data_set_keeps_its_objects(tmp_path: Path) -> 
     datasets = pytest.importorskip("datasets", minversion="5")
     row = {"answer": {"x": [1, "two"]}}
     features = datasets.Features({"answer": datasets.Json()})
-    datasets.Dataset.from_list([row], features=features).save_to_disk(tmp_path)
+    dataset = datasets.Dataset.from_list([row], features=features)
+    dataset.save_to_disk(tmp_path)
     [arrow_file] = tmp_path.glob("*.arrow")
     assert list(read_file(str(arrow_file))) == [(1, row)]
+    parquet_file = str(tmp_path / "rows.parquet")
+    dataset.to_parquet(parquet_file)
+    assert list(read_file(parquet_file)) == [(1, row)]
