@@ -121,7 +121,7 @@ def _find_baseline(case: Case) -> str:
 def _has_one_ratio(case: Case) -> bool:
     """Whether `loss_type` has one probability ratio for a whole completion, as rloo does."""
     loss = POLICY_LOSSES.get(case["loss_type"])
-    return loss is not None and loss.average == "whole_sequences"
+    return loss is not None and loss.has_one_ratio
 
 
 def _has_reward_source(case: Case) -> bool:

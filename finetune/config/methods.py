@@ -40,6 +40,11 @@ class PolicyLoss:
     # gradient, or by the difference of the two probabilities, beyond which a token has no loss.
     bound: Literal["surrogate", "weight", "difference"] = "surrogate"
 
+    @property
+    def has_one_ratio(self) -> bool:
+        """Whether a whole completion has a single probability ratio and loss."""
+        return self.average == "whole_sequences"
+
 
 POLICY_LOSSES: Mapping[str, PolicyLoss] = {
     "grpo": PolicyLoss(paper="Shao et al. 2024, arXiv:2402.03300, eq. 3", average="sequences"),

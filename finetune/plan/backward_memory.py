@@ -3,7 +3,8 @@
 A backward runs from the head over the last layer to the first one and ends at the embedding.
 
 Words:
-    done: How many decoder layers have finished their backward.
+    done: How many decoder layers have finished their backward. Where units are counted, it is how
+        many units of layers have: a unit is one layer, unless FSDP makes one unit of all.
     tail: The unit of the final norm and the head. If the unit includes the embedding, the tail's
         gradient is *waiting*: it stays whole until the backward of the embedding.
     staying: Still gathered from the forward, for a backward that has not come yet.
@@ -78,9 +79,10 @@ def kept_for_backward(spec: RunSpec) -> int:
 
 
 def _kept_per_token(spec: RunSpec) -> dict[str, int]:
-    """Bytes per token that the forward saves for the backward, by part of the model (`kept_bytes`).
+    """Bytes per token that the forward of all layers and of the final norm saves, by `kept_bytes`.
 
-    Only the last pipeline stage has a final norm. Each early exit with a loss runs the norm again.
+    The head and its loss are not among them (`loss_memory`). Only the last pipeline stage has a
+    final norm. Each early exit with a loss runs the norm again.
     """
     kept = kept_bytes(spec.computed, spec.computation)
     if not spec.is_last_stage:
@@ -163,7 +165,10 @@ def sharded_points(
         )
         backward.end_unit(memory.tail)
     for done in range(memory.layers):
-        name = _name_layer(done, memory.layers)
+        if memory.layers < spec.part.layers:
+            name = "the layers"  # all of them are one unit
+        else:
+            name = _name_layer(done, memory.layers)
         # The layers in the middle have no name: from each to the next, memory changes by the same
         # amount, so none is a peak.
         if name:
@@ -173,9 +178,15 @@ def sharded_points(
 
 
 def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[Snapshot]:
-    """Yields the points of the backward and the reduction of the layer that follows `done` others.
+    """Yields the highest points of the backward of a unit of layers, and those of its reduction.
 
-    `name`: how the plan calls that layer.
+    Within the backward they are the highest moments of its first layer and, if it has several, of
+    its last one.
+
+    Args:
+        backward: The state of the backward.
+        done: How many other units the unit follows.
+        name: How the plan calls the unit.
     """
     spec = backward.spec
     memory = backward.memory
@@ -188,10 +199,13 @@ def _sharded_layer(backward: ShardedBackward, done: int, name: str) -> Iterator[
         gathered=gathered_besides + memory.layer.gathered,
         temporaries=backward.layer_temporaries,
     )
-    for moment in _list_moments(spec, done):
-        unreduced = spec.computation.itemsize * moment.gradient_elements
-        communication = backward.reducing_before + backward.waiting_gradient + unreduced
-        yield replace(point, communication=communication, activations=moment.activations)
+    layers_in_unit = spec.part.layers // memory.layers
+    for layer in sorted({0, layers_in_unit - 1}):
+        unreduced_before = memory.layer.unreduced * layer // layers_in_unit
+        for moment in _list_moments(spec, done * layers_in_unit + layer):
+            unreduced = unreduced_before + spec.computation.itemsize * moment.gradient_elements
+            communication = backward.reducing_before + backward.waiting_gradient + unreduced
+            yield replace(point, communication=communication, activations=moment.activations)
     # Units are counted in `done`, and all layers may be one unit: after the last unit of layers,
     # every layer of the model is done.
     layers_done = spec.part.layers if layers_left == 0 else done + 1

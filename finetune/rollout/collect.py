@@ -297,9 +297,12 @@ class Sampler:
         )
 
     def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
-        """Samples a completion of each request. All ranks call it, and each returns all.
+        """Samples a completion of each request.
 
-        Each tensor parallel group samples a share of the requests; its ranks compute it together.
+        All ranks call it with the same requests, and each returns all completions, in their order.
+        Each tensor parallel group samples a share of the requests, together with the same group of
+        the other pipeline stages. With a server, only the group's first rank in the first stage
+        asks, and the others' completions are [].
         """
         assert self.engine is not None
         groups = self.world.tensor_group_count
@@ -308,9 +311,8 @@ class Sampler:
         end = len(requests) * (index + 1) // groups
         completions = self.engine.sample(requests[first:end], sampling)
         by_rank = self.world.gather([completion.as_json() for completion in completions])
-        # The completions of each group are taken from its first rank. A group's ranks are
-        # consecutive. The ranks of the first pipeline stage come first; later stages have the same
-        # groups again.
+        # Of each group, only the first rank of the first stage is sure to have completions. A
+        # group's ranks are consecutive, and those of the first stage come first.
         ranks_in_group = self.world.stage_size // groups
         by_group = [by_rank[group * ranks_in_group] for group in range(groups)]
         return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
@@ -550,7 +552,9 @@ class RolloutBatches:
     def _submit(self, shares: Iterable[Share]) -> None:
         """Has the server begin the completions of `shares`, except those that are in flight.
 
-        A share is in flight if an earlier generation has already submitted it. All ranks call it.
+        A share is in flight if an earlier generation has already submitted it. All ranks call it:
+        the main rank alone knows what is in flight, and each rank keeps the requests for
+        `_sample_step`.
         """
         sampler = self.sampler
         for prompts_step, first_trained_at in shares:

@@ -93,11 +93,12 @@ def loss_facts(recipe: Recipe) -> PolicyLoss:
 
 
 def loss_shape(recipe: Recipe) -> Shape:
-    """Returns COMPLETIONS for RLOO, which has one ratio for a completion, and else POSITIONS.
+    """Returns COMPLETIONS if a completion has one ratio and one loss (RLOO), and else POSITIONS.
 
-    GSPO has POSITIONS too: it gives each token the ratio of its sequence.
+    Under `importance_sampling_level: sequence` (GSPO) it is POSITIONS too: each token gets the
+    ratio of its sequence.
     """
-    if loss_facts(recipe).average == "whole_sequences":
+    if loss_facts(recipe).has_one_ratio:
         return Shape.COMPLETIONS
     return Shape.POSITIONS
 
@@ -179,11 +180,11 @@ def compute_losses(
     Args:
         ratios: In the shape that `loss_shape` names.
         advantages: In that shape.
-        log_probabilities: [positions], of the model in training.
+        log_probabilities: [positions], of the model in training; CISPO and DPPO alone read it.
         recipe: With its loss (`POLICY_LOSSES` names the papers) and bounds.
 
     Returns:
-        The losses, in that shape.
+        The losses, in that shape; `sum_losses` drops those of positions without a label.
     """
     bound = loss_facts(recipe).bound
     if bound == "difference":
