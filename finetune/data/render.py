@@ -97,7 +97,8 @@ class RenderedText:
     difference: str = ""
     images: tuple[EncodedImage, ...] = ()
     row: str = ""  # for a prompt: what rewards read of its row, as JSON
-    # positions from which the text is encoded as if nothing stood before them
+    # positions from which the text is encoded as if nothing stood before them: of steps and their
+    # separators, or (answers_apart) of answers
     fresh_starts: tuple[int, ...] = ()
 
 

@@ -19,6 +19,7 @@ from finetune.data.formats import Conversation, Question
 from finetune.data.render import RenderedText, render
 from finetune.data.token_store import Int32s, Int64s, Tokens
 from finetune.data.tokenizer import CONTEXT_CHARACTERS, Encoder, Renderer, keeps_border
+from finetune.errors import UserError
 
 LONG_TEXT = 2**18  # characters that are encoded at a time; a longer text is cut
 LONGEST_TOKEN = 1024  # characters before a piece that are searched for an added token
@@ -167,13 +168,23 @@ def _label_last(labels: Int32s, input_ids: Int32s, label: int, pad_id: int | Non
 def _label_steps(
     labels: Int32s, is_separator: NDArray[np.bool_], step_labels: tuple[int, ...]
 ) -> None:
-    """Gives a document a label at the last token of each separator.
+    """Gives a document the label of each step (1 for right, 0 for wrong), at the last token of the
+    step's separator.
 
+    The score is read at that token, so labels are not shifted as those of next tokens are.
     Rendering writes one separator behind each step, and only separators are trained on. So
     `is_separator` has one run of true values for each of `step_labels`.
+
+    Raises `UserError` if a step or a separator has no tokens.
     """
     labels[:] = IGNORE_INDEX
     is_last = is_separator & ~np.append(is_separator[1:], False)
+    if is_last.sum() != len(step_labels):
+        raise UserError(
+            f"step_separator: {is_last.sum()} of a row's {len(step_labels)} steps end with tokens "
+            "of their own, since the tokenizer drops white space; set another step_separator, or "
+            "remove steps of white space"
+        )
     labels[is_last] = step_labels
 
 
@@ -248,11 +259,13 @@ def _cut_document(document: RenderedText, encoder: Encoder) -> Iterator[_Piece]:
 def _cut_at_borders(document: RenderedText, encoder: Encoder) -> Iterator[_Piece]:
     """Cuts a document's text where its trained spans begin and end, and at its `fresh_starts`.
 
-    At a fresh start, the text is encoded as if nothing stood before it.
+    At a fresh start (of a step, a separator, or an answer under `answers_apart`), the text is
+    encoded as if nothing stood before it.
     """
     text = document.text
     borders = {0, *chain.from_iterable(document.spans), *document.fresh_starts, len(text)}
-    # Spans do not overlap. If two have the same start, the first is empty and the second counts.
+    # Spans are in order and do not overlap. If two have the same start, the first is empty and the
+    # second counts.
     span_ends = dict(document.spans)  # start -> end
     trained_until = 0  # the end of the last span that began at or before `start`
     for start, end in pairwise(sorted(borders)):

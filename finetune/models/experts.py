@@ -140,9 +140,10 @@ def _compute_adapted(module: nn.Module, adapters: Sequence[Any], *inputs: Tensor
 
 
 def find_factors(adapters: Iterable[Any], own_experts: slice = slice(None)) -> Factors:
-    """Returns the factors of peft's adapters, for the experts in `own_experts`.
+    """Returns the factors of peft's adapters, in the shapes of `Factors`.
 
-    Disabled adapters are left out.
+    Disabled adapters are left out. `own_experts`: which experts, of all those of the layer; each
+    rank's adapters hold all.
     """
     factors = {}
     for adapter in adapters:

@@ -383,7 +383,7 @@ def working_bytes(architecture: Architecture, computation: Computation) -> int:
 
 
 def gate_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
-    """Bytes per token of the gradients of gate's and up's outputs in the MLP.
+    """Bytes per token that the gradients of gate's and up's outputs in the MLP need of new memory.
 
     models/gating.py writes one of the two over the gradient of their product, so that only the
     other takes new memory. Experts that gate by a formula of their family's own need both. Experts

@@ -97,7 +97,8 @@ class ShardedBackward:
     """How far a backward under FSDP is, and the bytes that one rank holds at that point.
 
     Gradients of a unit are whole until the unit's backward ends. Then a reduce-scatter leaves this
-    rank's shard of them. `optim_in_backward` updates the unit with that shard and frees the shard.
+    rank's shard of them. `optim_in_backward` updates each weight of the unit with its shard and
+    frees that.
     """
 
     spec: RunSpec
@@ -110,9 +111,10 @@ class ShardedBackward:
     # bytes of the tail's whole gradient, until the embedding's backward (`tail_has_embedding`)
     waiting_gradient: int = 0
 
-    def update_temporaries(self, part: str) -> int:
-        """Bytes of temporaries while the optimizer updates "head", "layer" or "embedding".
+    def temporaries_of_update(self, part: str) -> int:
+        """Bytes of temporaries while the optimizer updates the largest weight of a part.
 
+        Weights are updated one at a time. `part`: "head", "layer" (of any layer) or "embedding".
         0 unless the update is within the backward.
         """
         if not self.spec.recipe.optimization.optim_in_backward:
@@ -308,7 +310,7 @@ def _reduction_points(
     yield replace(
         point,
         gradients=backward.gradients + unit.shard,
-        temporaries=backward.update_temporaries(part),
+        temporaries=backward.temporaries_of_update(part),
         communication=waiting + unit.reducing,
     )
 
@@ -483,8 +485,10 @@ class LayerMoment:
 def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
     """Lists the highest moments in the backward of the layer that follows `done` others.
 
-    They are the beginning and the end of the MLP's backward. A traced model has one moment only,
-    with all of the layer's gradients, because a trace does not say which bytes belong to the MLP.
+    They are two: when the gradient of down_proj and those of gate's and up's outputs are there, and
+    the end of the MLP's backward. Experts that are computed one after another have one moment. So
+    has a traced model, with all of the layer's gradients, because a trace does not say which bytes
+    belong to the MLP.
     """
     architecture = spec.computed
     computation = spec.computation
@@ -494,8 +498,9 @@ def _list_moments(spec: RunSpec, done: int) -> list[LayerMoment]:
     if looped := _count_looped_elements(spec):
         # the experts' gradients are made while their saved tensors are there
         return [LayerMoment(activations, _count_largest_part(spec, ".mlp.") + looped)]
-    # The MLP's backward frees its saved tensors, and one of the gradients of gate's and up's
-    # outputs; the last matmul still reads the other.
+    # The MLP's backward frees its saved tensors and the gradients of gate's and up's outputs, but
+    # for one tensor, which the last matmul still reads. Under `remakes` this is an upper bound: the
+    # product that the backward remakes counts as not freed.
     freed = spec.tokens * (
         layer_bytes(architecture, computation)["mlp"]
         + gate_gradient_bytes(architecture, computation)

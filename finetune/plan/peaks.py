@@ -172,8 +172,10 @@ def _copied_bytes(spec: RunSpec, at_rest: Snapshot) -> int:
 
 
 def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
-    """The point at which a checkpoint is read: the largest parameter's shard in fp32, and under
-    FSDP1 copies of its state.
+    """The point at which a checkpoint is read, tensor by tensor.
+
+    An 8-bit optimizer's values are on the device in fp32 until they are quantized; for any other
+    optimizer that is an upper bound. FSDP1 also copies parameters and optimizer state.
     """
     largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
     temporaries = largest * FP32 // spec.shards + _copied_bytes(spec, at_rest)

@@ -469,9 +469,10 @@ class RolloutBatches:
             yield self.step_batch(step, record)
 
     def step_batch(self, step: int, record: WriteLines = lambda lines: None) -> StepBatch:
-        """Makes this rank's share of a step. At the first step of a generation, samples all of it.
+        """Makes this rank's share of a step.
 
-        All ranks call it.
+        At the first step of a generation it samples all of the generation, or takes what a server
+        has sampled ahead. All ranks call it.
 
         record: Called on the main rank with the lines of completions.jsonl, at the first step that
             trains on these completions.
@@ -483,7 +484,8 @@ class RolloutBatches:
         if self.sampler.world.is_main and times_trained == 0:
             record(list(self._describe_lines(rollout, step)))
         if self._samples_ahead:
-            # The next hand-over of weights comes after this step's update.
+            # The next hand-over of weights, of an evaluation or of the next generation, comes after
+            # this step's update.
             self._engine.version = step + 1
         epoch = (step + 1) / self.prompts.steps_per_epoch
         return replace(make_step_batch(rollout, self._row_options), step=step, epoch=epoch)

@@ -31,7 +31,7 @@ from finetune.data.preferences import parse_prompt
 from finetune.data.render import RenderedText, render
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import PLAIN, make_encoder, make_renderer
-from finetune.errors import exit_code
+from finetune.errors import UserError, exit_code
 from tests.conftest import make_tokenizer
 
 CORPUS = [
@@ -321,3 +321,13 @@ def test_half_a_surrogate_pair_in_another_column_of_a_prompt_is_a_bad_row() -> N
     assert len(render_group(good.groups[0], renderer)[0]) == 1
     with pytest.raises(BadRow, match="not valid Unicode"):
         render_group(bad.groups[0], renderer)
+
+
+def test_a_step_that_has_no_tokens_is_refused() -> None:
+    """Words alone are tokens here, so that a separator of white space has none."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    encoder = make_encoder(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    document = RenderedText("one two\n", ((7, 8),), is_plain=True, step_labels=(1,))
+    with pytest.raises(UserError, match="step_separator: 0 of a row's 1 steps end with tokens"):
+        tokenize([document], [(0, 1)], encoder)

@@ -131,8 +131,8 @@ class PolicyObjective(Objective):
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """Computes the loss, summed over the micro-batch's completions, and metrics of rewards and
-        ratios.
+        """Computes the micro-batch's loss, summed as `sum_losses` says and not divided yet, and
+        metrics.
 
         Arguments and result are those of `Objective.measure`. The loss of a filler, which has no
         completions, is 0.
@@ -144,7 +144,7 @@ class PolicyObjective(Objective):
         # For a filler too: every rank must take part in gathering the weights.
         if self.other_model is not None:
             other_log_probabilities = self.other_model(model, micro_batch)
-        # The other model ran before: the last forward must be the trained one.
+        # After the other model: a mixture's auxiliary loss is computed from the last forward.
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
         log_probabilities, values = self._split_head_outputs(outputs)
         metrics, maxima = self._describe(
@@ -154,7 +154,7 @@ class PolicyObjective(Objective):
             losses, loss_metrics = self._compute_losses(
                 log_probabilities, other_log_probabilities, completions, rollout
             )
-            metrics |= loss_metrics
+            metrics |= loss_metrics  # in the places that `_describe` has made for them
             if values is not None:
                 value_losses, value_metrics = self._compute_value_losses(
                     values, completions, rollout
