@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from finetune.config.facts import is_random
 from finetune.config.pretrained import read_positions, text_config_of
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import end_of_answer_ids
@@ -51,6 +52,7 @@ class Operations:
         keys = replace(session.recipe.optimization, on_nonfinite="skip", max_skipped_steps=2**31)
         session.recipe = replace(session.recipe, optimization=keys)
         self.session = session
+        _turn_off_dropout(session.model)
         self._adapters = Adapters(session, folder)
         self._gradients: dict[str, Gradients] = {}  # model -> gradients since its last update
         config: Any = unwrap(session.model).config
@@ -426,6 +428,14 @@ OPERATIONS: Mapping[str, Callable[..., Answer]] = {
     "optim_step": Operations.optim_step,
     "sample": Operations.sample,
 }
+
+
+def _turn_off_dropout(model: nn.Module) -> None:
+    """Sets all dropouts of the base to 0: a loss depends on a client's data and adapter alone."""
+    for holder in (text_config_of(unwrap(model).config), *model.modules()):
+        for name, value in list(vars(holder).items()):
+            if is_random(name, value) or (isinstance(holder, nn.Dropout) and name == "p"):
+                setattr(holder, name, 0.0)
 
 
 def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,9 +69,6 @@ def serve_training_command(options: argparse.Namespace) -> int:
 def prepare(recipe: Recipe) -> Recipe:
     """Returns the recipe without data sets, since clients send the data.
 
-    The base's own attention dropout is left out: a loss depends on a client's data and adapter
-    alone.
-
     Raises `UserError` for a recipe without adapters, and for keys that a service does not support.
     """
     lora = recipe.lora
@@ -101,8 +98,7 @@ def prepare(recipe: Recipe) -> Recipe:
             f"serve-training: {', '.join(refused)}: cannot be combined with it; leave them out"
         )
     data = replace(recipe.data, datasets=(), eval_datasets=(), eval_split_size=None)
-    model = replace(recipe.model, attention_dropout=0.0)
-    return replace(recipe, data=data, model=model)
+    return replace(recipe, data=data)
 
 
 def refuse_layout(sharding: Sharding) -> None:
