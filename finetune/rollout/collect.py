@@ -46,13 +46,14 @@ from finetune.rollout.engine import (
     Rollout,
     Sampled,
     Sampling,
-    ServedEngine,
+    none_for_nan,
 )
 from finetune.rollout.episodes import Episodes, list_environment_rewards
 from finetune.rollout.generations import Generations, Share
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
+from finetune.rollout.vllm import VllmEngine
 from finetune.units import counted
 
 WriteLines = Callable[[list[dict[str, Any]]], None]
@@ -288,14 +289,6 @@ class Sampler:
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_place, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
-    def make_row_options(self, prompts: StoredBatches) -> RowOptions:
-        """Makes the options for laying out this rank's share of the completions of `prompts`."""
-        # A tokenizer may lack a pad token; then padding has the id 0.
-        pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
-        return RowOptions(
-            self.recipe, self.world.data_parallel, pad_token_id, self.shares_prompts, prompts
-        )
-
     def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
         """Samples a completion of each request. All ranks call it, and each returns all.
 
@@ -494,7 +487,12 @@ class RolloutBatches:
 
     @property
     def _row_options(self) -> RowOptions:
-        return self.sampler.make_row_options(self.prompts)
+        """The options for laying out this rank's share of the completions."""
+        sampler = self.sampler
+        # A tokenizer may lack a pad token; then padding has the id 0.
+        pad_token_id = getattr(sampler.tokenizer, "pad_token_id", None) or 0
+        rank = sampler.world.data_parallel
+        return RowOptions(sampler.recipe, rank, pad_token_id, sampler.shares_prompts, self.prompts)
 
     @property
     def _samples_ahead(self) -> bool:
@@ -502,9 +500,13 @@ class RolloutBatches:
         return self.sampler.recipe.rollout.max_staleness > 0
 
     @property
-    def _engine(self) -> ServedEngine:
+    def _has_server(self) -> bool:
+        return self.sampler.recipe.rollout.vllm_server_base_url is not None
+
+    @property
+    def _engine(self) -> VllmEngine:
         """The sampler's engine as that of a server. Only runs with a server use it."""
-        return cast(ServedEngine, self.sampler.engine)
+        return cast(VllmEngine, self.sampler.engine)
 
     def _sample_generation(self, step: int) -> None:
         """Replaces the held rollouts by those of the generation that begins at `step`.
@@ -519,7 +521,7 @@ class RolloutBatches:
             rollout = self._sample_step(
                 prompts_step, first_trained_at, sampled_ahead.get(prompts_step)
             )
-            if self.sampler.recipe.rollout.vllm_server_base_url is not None:
+            if self._has_server:
                 # The seconds of the latest hand-over, which may have been for a later generation.
                 rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
             self._held[prompts_step] = rollout
@@ -654,8 +656,8 @@ class RolloutBatches:
 
         Also has the engine drop records that only older checkpoints need. The main rank calls it.
         """
-        assert self.sampler.engine is not None
-        self.sampler.engine.forget()
+        if self._has_server:
+            self._engine.forget()
         if step >= self.prompts.steps:
             return {}
         files = {}
@@ -711,8 +713,7 @@ class RolloutBatches:
         log_count = min(keys.log_completions * rollout.generations, len(rollout.sampled))
         for i in range(log_count):
             completion = rollout.sampled[i]
-            # nan is no JSON
-            scores = (None if np.isnan(score) else float(score) for score in rollout.scores[i])
+            scores = map(none_for_nan, rollout.scores[i].tolist())
             line = {
                 "step": step + 1,
                 "prompt": tokenizer.decode(rollout.prompts[i]),

@@ -174,43 +174,9 @@ class Engine(Protocol):
         same ones.
         """
 
-    def forget(self) -> None:
-        """Drops records that no resumed run will need. The main rank calls it."""
-
 
 Converse = Callable[[Callable[[Sequence[Request]], list[Sampled]]], list[Sampled]]
 """Samples completions of several turns, by the function that it gets: requests -> one turn each."""
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine with a server that gets copies of the weights, and samples while the model trains.
-
-    In its methods, `prompts_step` is the step whose prompts the completions continue.
-    """
-
-    hand_over_seconds: float  # how long the last hand-over took
-    version: int  # the number of optimizer steps that the model's current weights have had
-
-    def hand_over(self) -> None:
-        """Gives the server the current weights, unless it has them. All ranks call it."""
-
-    def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begins to sample a completion of each request from the weights that the server has."""
-
-    def converse(self, prompts_step: int, converse: Converse, sampling: Sampling) -> None:
-        """Begins to sample completions by `converse`, in a thread of the main rank."""
-
-    def is_in_flight(self, prompts_step: int) -> bool:
-        """Returns whether completions of that step have been begun. All ranks call it."""
-
-    def take(self, prompts_step: int) -> list[Sampled]:
-        """Waits for the completions of that step; returns them on every rank. All ranks call it."""
-
-    def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """Yields a line of JSON for each request that was begun, on the main rank."""
-
-    def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Reads completions from the lines of a checkpoint, so that they are not sampled again."""
 
 
 SMALLEST_DEVIATION = 1e-4  # added to a standard deviation before a division by it, as in TRL
@@ -299,8 +265,8 @@ class Rollout:
                 "example_id": int(self.example_ids[i]),
                 "prompt_ids": self.prompts[i],
                 "sampled": completion.as_json(),
-                "scores": [_none_for_nan(score) for score in self.scores[i].tolist()],
-                "reward": _none_for_nan(float(self.rewards[i])),
+                "scores": [none_for_nan(score) for score in self.scores[i].tolist()],
+                "reward": none_for_nan(float(self.rewards[i])),
                 **of_tokens,
                 **of_all,
             }
@@ -322,7 +288,8 @@ class Rollout:
         )
 
 
-def _none_for_nan(value: float) -> float | None:
+def none_for_nan(value: float) -> float | None:
+    """Returns a number as JSON has it, which knows no nan."""
     return None if math.isnan(value) else value
 
 

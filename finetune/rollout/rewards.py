@@ -44,11 +44,6 @@ class Scores:
     # the others' scores count.
     failed: list[int]
 
-    @property
-    def failures(self) -> int:
-        """The number of completions that failed."""
-        return len(self.failed)
-
 
 class ProcessLost(UserError):
     """The process ended, did not answer in time, or user code wrote into the pipe of its answers.
