@@ -512,14 +512,9 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     for value, (left, left_weight), (right, right_weight) in zip(
         values, before, after, strict=True
     ):
-        # both sums include the value with weight 1
-        if math.isfinite(value):
-            counted_twice = value
-            weight_counted_twice = 1.0
-        else:
-            counted_twice = 0.0
-            weight_counted_twice = 0.0
-        total_weight = left_weight + right_weight - weight_counted_twice
+        is_finite = math.isfinite(value)
+        counted_twice = value if is_finite else 0.0  # by both sums, with weight 1
+        total_weight = left_weight + right_weight - is_finite
         if total_weight:
             smoothed.append(round((left + right - counted_twice) / total_weight, 9))
         else:
@@ -634,10 +629,7 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
         first = answers[0]
         last = answers[-1]
         # a single answer is from before training if its step is 0
-        if len(answers) > 1 or first.get("step") == 0:
-            before = first
-        else:
-            before = None
+        before = first if len(answers) > 1 or first.get("step") == 0 else None
         after = last if last is not before else None
         rows.append(
             {
