@@ -47,6 +47,7 @@ from finetune.rollout.engine import (
     Sampled,
     Sampling,
     none_for_nan,
+    sample_shares,
 )
 from finetune.rollout.episodes import Episodes, list_environment_rewards
 from finetune.rollout.generations import Generations, Share
@@ -150,7 +151,9 @@ class Sampler:
                 raise it.
         """
         batch = self.make_requests(examples, example_ids, step, generations, prompts_before)
-        sample = partial(self._sample_requests, self.choose_sampling(greedy=greedy))
+        assert self.engine is not None
+        sampling = self.choose_sampling(greedy=greedy)
+        sample = partial(sample_shares, self.engine, self.world, sampling)
         sampled = self._sample_turns(batch, sample, RankGroup(self.world).on_main)
         return self.reward(batch, sampled, step)
 
@@ -288,25 +291,6 @@ class Sampler:
             first_place = self.rewards.take_places(len(rows))
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_place, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
-
-    def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
-        """Samples a completion of each request. All ranks call it, and each returns all.
-
-        Each tensor parallel group samples a share of the requests; its ranks compute it together.
-        """
-        assert self.engine is not None
-        groups = self.world.tensor_group_count
-        index = self.world.tensor_group_index
-        first = len(requests) * index // groups
-        end = len(requests) * (index + 1) // groups
-        completions = self.engine.sample(requests[first:end], sampling)
-        by_rank = self.world.gather([completion.as_json() for completion in completions])
-        # The completions of each group are taken from its first rank. A group's ranks are
-        # consecutive. The ranks of the first pipeline stage come first; later stages have the same
-        # groups again.
-        ranks_in_group = self.world.stage_size // groups
-        by_group = [by_rank[group * ranks_in_group] for group in range(groups)]
-        return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
 
     def score(
         self,

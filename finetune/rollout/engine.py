@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.images import EncodedImage
+from finetune.distributed.world import World
 
 Floats = NDArray[np.float64]
 
@@ -173,6 +175,26 @@ class Engine(Protocol):
         All ranks call it, each with its own requests; ranks of one tensor parallel group have the
         same ones.
         """
+
+
+def sample_shares(
+    engine: Engine, world: World, sampling: Sampling, requests: Sequence[Request]
+) -> list[Sampled]:
+    """Samples a completion of each request. All ranks call it, and each returns all.
+
+    Each tensor parallel group samples a share of the requests; its ranks compute it together.
+    """
+    groups = world.tensor_group_count
+    index = world.tensor_group_index
+    first = len(requests) * index // groups
+    end = len(requests) * (index + 1) // groups
+    completions = engine.sample(requests[first:end], sampling)
+    by_rank = world.gather([completion.as_json() for completion in completions])
+    # The completions of each group are taken from its first rank. A group's ranks are consecutive.
+    # The ranks of the first pipeline stage come first; later stages have the same groups again.
+    ranks_in_group = world.stage_size // groups
+    by_group = [by_rank[group * ranks_in_group] for group in range(groups)]
+    return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
 
 
 Converse = Callable[[Callable[[Sequence[Request]], list[Sampled]]], list[Sampled]]

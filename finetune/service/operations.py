@@ -20,7 +20,7 @@ from finetune.errors import AgreedError
 from finetune.models.cross_entropy import HeadFunction
 from finetune.models.log_probabilities import choose_label_head, head_log_probabilities, head_top
 from finetune.rollout.embedded import EmbeddedEngine
-from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+from finetune.rollout.engine import Ended, Request, Sampled, Sampling, sample_shares
 from finetune.service.adapters import AdapterForm, Adapters
 from finetune.service.datums import Limits, group_by_datum, make_batch
 from finetune.service.losses import LOSSES
@@ -303,9 +303,9 @@ class Operations:
             stop_ids: The ids that end a completion; None: those that end a turn.
 
         Returns:
-            {"sampled": the completions of all requests in order, as `Sampled.as_json` writes them;
-            "prompts": the log-probabilities of each prompt that is scored; "tops": what `_find_top`
-            returns for the prompts with a `top_prompt`}.
+            {"sampled": the completions of all requests in order; "prompts": the log-probabilities
+            of each prompt that is scored; "tops": what `_find_top` returns for the prompts with a
+            `top_prompt`}.
         """
         session = self.session
         if stop_ids is None:
@@ -322,11 +322,15 @@ class Operations:
         if self._samples_here or scored_prompts or with_top:
             self._adapters.activate(state, form)
         if self._samples_here:
-            sampled = self._sample_here(completions, sampling, stop_ids)
+            rows = session.recipe.rollout.per_device_generation_batch_size
+            engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
+            with session.computing():
+                sampled = sample_shares(engine, session.world, sampling, completions)
         else:
-            sampled = RankGroup(session.world).on_main(
+            answers = RankGroup(session.world).on_main(
                 lambda: self._served.sample(state, completions, sampling, stop_ids)
             )
+            sampled = [Sampled.of_json(answer) for answer in answers]
         top_prompts = [request["prompt"] for request in with_top]
         widths = [request["top_prompt"] for request in with_top]
         return {
@@ -334,25 +338,6 @@ class Operations:
             "prompts": self._run_head(scored_prompts, head_log_probabilities),
             "tops": self._find_top(top_prompts, widths),
         }
-
-    def _sample_here(
-        self, requests: Sequence[Request], sampling: Sampling, stop_ids: Sequence[int]
-    ) -> list[Answer]:
-        """Samples with the session's model; each data-parallel rank samples a part of the requests.
-
-        Returns:
-            The completion of each request, in the order of the requests.
-        """
-        session = self.session
-        rows = session.recipe.rollout.per_device_generation_batch_size
-        engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
-        group = session.world.data_parallel
-        with session.computing():
-            sampled = engine.sample(requests[group.rank :: group.size], sampling)
-        by_rank = session.world.gather([completion.as_json() for completion in sampled])
-        replicas = len(by_rank) // group.size  # adjacent ranks that sampled the same requests
-        by_share = by_rank[::replicas]
-        return [by_share[i % group.size][i // group.size] for i in range(len(requests))]
 
     def _find_top(
         self, prompts: Sequence[Sequence[int]], widths: Sequence[int]

@@ -5,6 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError
 from finetune.files.durable import make_folder, remove_tree
 from finetune.models.lora import seed_of
-from finetune.rollout.engine import Sampled
 from finetune.service.ledger import REFUSED, USES_GRADIENTS, Ledger, QueuedRequest, Result
 from finetune.service.operations import Operations, cut_at
 from finetune.service.wire import PROTOBUF, TopTokens, write_forward_backward, write_samples
@@ -326,10 +326,9 @@ class Service:
         top_tokens = iter(answer["tops"])
         for request in requests:
             wanted = request.arguments
-            uncut = [Sampled.of_json(next(sampled)) for _ in range(wanted["samples"])]
             completions = [
                 cut_at(completion, wanted["stop_texts"], self._tokenizer.decode)
-                for completion in uncut
+                for completion in islice(sampled, wanted["samples"])
             ]
             scores = next(prompt_scores) if wanted["scores_prompt"] else None
             width = wanted["top_prompt"]
