@@ -312,16 +312,7 @@ class Sampler:
             step: 0-based.
             episodes: The completions' environments; None: the recipe has none.
         """
-        ended = None
-        environment_scores: list[list[float | None]] = []
-        lost: list[bool] = []  # [completions]: whether the environment was lost; [] without any
-        if episodes is not None:
-            ended = episodes.end()
-            environment_scores = list(ended.rewards.values())
-            lost = ended.lost
-        if not self.rewards.names:
-            failed = [place for place, is_lost in enumerate(lost) if is_lost]
-            return Scores(environment_scores, failed)
+        ended = None if episodes is None else episodes.end()
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
@@ -335,8 +326,12 @@ class Sampler:
             columns["environments"] = ended.states
         token_ids = [completion.token_ids for completion in sampled]
         prompts = [row["prompt"] for row in rows]
-        scores = self.rewards.score(prompts, completions, token_ids, columns, trainer_state, lost)
-        return replace(scores, by_reward=scores.by_reward + environment_scores)
+        scores = self.rewards.score(prompts, completions, token_ids, columns, trainer_state)
+        if ended is None:
+            return scores
+        return Scores(
+            scores.by_reward + list(ended.rewards.values()), sorted({*scores.failed, *ended.lost})
+        )
 
     def read_completions(
         self,

@@ -216,19 +216,14 @@ class InFlight:
         del self.flights[prompts_step]
         return completions
 
-    def list_weights(self) -> Iterator[str]:
-        """Yields the name of the weights with which each request was submitted."""
-        for flight in self.flights.values():
-            for request in tuple(flight.submitted):  # a copy: a conversation may add requests
-                yield request.weights
-
     def describe_lines(self) -> Iterator[dict[str, Any]]:
         """Yields a line of a checkpoint for each request; `read_lines` reads them.
 
         `sampled` is the completion; None if it has not ended yet or has failed.
         """
         for prompts_step, flight in self.flights.items():
-            for name, weights, answer in tuple(flight.submitted):  # a copy, as in `list_weights`
+            # a copy: a conversation may add requests
+            for name, weights, answer in tuple(flight.submitted):
                 is_answered = answer.done() and answer.exception() is None
                 yield {
                     "prompts_step": prompts_step,

@@ -484,7 +484,7 @@ class VllmEngine:
         """
         for folder in self._older:
             shutil.rmtree(folder, ignore_errors=True)
-        needed = {self._name, *self._in_flight.list_weights()}
+        needed = {self._name, *(line["weights"] for line in self.describe_lines())}
         self._older = {folder for folder in self._folder.glob("*") if folder.name not in needed}
 
     def _require_servers(self) -> None:
