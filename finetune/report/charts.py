@@ -437,9 +437,9 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
         color = COLORS[line.run % len(COLORS)]
         axes.plot(steps, losses, color=color, label=label, **PNG_STYLES[line.style])
     axes.set(xlabel="step", ylabel=f"loss ({_loss_unit(runs)})")
-    if lines and is_log(lines):
-        axes.set_yscale("log")
+    if lines:
+        axes.legend(frameon=False)
+        axes.set_yscale("log" if is_log(lines) else "linear")
     axes.grid(color="#e4e1d8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
     figure.savefig(path)
