@@ -73,7 +73,8 @@ def main() -> None:
             "temperature": 1.0,
             "stop_ids": None,
         }
-        found.append(operations.run("sample", own))
+        answer = operations.run("sample", own)
+        found.append(answer | {"sampled": [each.as_json() for each in answer["sampled"]]})
         try:
             operations.run(
                 "optim_step",
