@@ -129,10 +129,10 @@ class Service:
         self.operations = Operations(session, folder / "states")
         self.models = []
         for number in range(ADAPTERS):
-            form = {"rank": RANK, "seed": number}
             target = f"{number}/0"
-            self.operations.run("create", {"state": None, "form": form, "target": target})
-            self.models.append({"model": str(number), "state": target, "form": form})
+            own = {"model": str(number), "form": {"rank": RANK, "seed": number}}
+            self.operations.run("create", {"state": None, "target": target, **own})
+            self.models.append({"state": target, **own})
 
     def in_turn(self, every: list[Data]) -> Losses:
         parts = self.list_parts(every)

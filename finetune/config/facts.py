@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -177,7 +177,7 @@ def read_model_facts(
         published=read_published_form(config.get("quantization_config")),
         tokens=tokens,
         vision=vision,
-        dropout=", ".join(filter(partial(_is_random, config), config)),
+        dropout=", ".join(key for key, value in config.items() if is_random(key, value)),
     )
 
 
@@ -260,9 +260,8 @@ def _find_window(config: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _is_random(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a key of the config makes the forward of a language model in training random."""
-    value = config[key]
+def is_random(key: str, value: Any) -> bool:
+    """Whether a key of a config makes the forward of a language model in training random."""
     return RANDOM.match(key) is not None and type(value) in (int, float) and value > 0
 
 

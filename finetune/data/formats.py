@@ -617,7 +617,8 @@ def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
 def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
     """Reads a HellaSwag row as NeMo Automodel does: the context, completed by the right ending."""
     endings = columns.take("endings")
-    label = str(columns.take("label"))
+    # a table of which some rows have no label holds floats
+    label = str(columns.take("label")).removesuffix(".0")
     if not isinstance(endings, list) or not label.isdecimal() or int(label) >= len(endings):
         raise BadRow(
             f"endings: a list in which label {label} names one is expected, found "

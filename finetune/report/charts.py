@@ -6,10 +6,12 @@ text, so that a plot is as legible on a phone as on a desktop.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from finetune.config.methods import METHODS, ROWS
 from finetune.report.run_data import RunRecord, list_metrics, smooth, smoothing_weight
@@ -90,7 +92,7 @@ def is_log(lines: Sequence["Line"]) -> bool:
     All values must be above LOG_LEAST, and those of lines that are not faint must span LOG_FROM.
     """
     values = [y for line in lines for _, y in line.points]
-    strong = [y for line in lines if not line.faint for _, y in line.points]
+    strong = [y for line in lines if line.style != "faint" for _, y in line.points]
     is_positive = min(values) > LOG_LEAST
     return is_positive and max(strong) >= LOG_FROM * min(strong)
 
@@ -98,18 +100,24 @@ def is_log(lines: Sequence["Line"]) -> bool:
 BOX = 1000  # width and height of a plot in the coordinates of its SVG paths
 # The colors of the runs in the PNG; page.css has the same for light mode.
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")
+# By a line's style: how matplotlib draws it in the PNG.
+PNG_STYLES: Mapping[str, Mapping[str, Any]] = {
+    "faint": {"alpha": 0.3, "linewidth": 1},
+    "line": {"linewidth": 2},
+    "dots": {"marker": "o", "linestyle": "", "markersize": 5},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line (or, with `dots`, separate points) of a chart, in the data's units."""
+    """One line of a chart, in the data's units."""
 
     label: str
     run: int  # the run's index, which chooses the color
     points: Points
-    faint: bool = False  # drawn behind the others, without an entry in the legend
-    dots: bool = False
-    dashed: bool = False
+    # a CSS class: line, dashed, dots (separate points), or faint (drawn behind the others, without
+    # an entry in the legend)
+    style: str = "line"
 
 
 Label = tuple[
@@ -126,8 +134,8 @@ class DrawnLine:
     path: str
     style: str  # a CSS class
     # (x in percent, y in percent from the top, the value as text); none for a faint line
-    points: list[tuple[float, float, str]]
-    steps: list[float]  # the step of each point
+    points: list[tuple[float, float, str]] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)  # the step of each point
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,37 +149,6 @@ class Chart:
     y_labels: list[Label]
     grid: str  # the SVG path of the horizontal grid lines
     lines: list[DrawnLine] = field(default_factory=list)
-
-
-def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> list[Chart]:
-    """Makes all plots for which at least one run has values.
-
-    planned_bytes: Planned peak memory of each run; None for a run without a plan.
-    """
-    memory = _make_lines(runs, "peak_memory_bytes", 1 / 2**30)
-    memory += _planned_lines(runs, planned_bytes)
-    charts = [
-        _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs), can_be_log=True),
-        _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
-        _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
-        _make_chart("output_loss", "Loss of the output", "nats per trained token, after the last layer, of early exits", _smooth_lines(runs, "output_loss")),
-        _make_chart("masked_loss", "Loss of masked tokens", "nats per masked token", _smooth_lines(runs, "masked_loss")),
-        *_preference_charts(runs),
-        *_online_charts(runs),
-        _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
-        _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
-        _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
-        _make_chart("mfu", "Model FLOP utilization", "%: FLOP per token x tokens per second over the devices' peak, "
-        "FLOP being 6N + 12LHQT (4N for LoRA), T the mean length of a token's document, and 2N + 4LHQT for each forward alone", _make_lines(runs, "mfu", 100), zero=True),
-        _make_chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
-        _make_chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _make_lines(runs, "data_wait_seconds"), zero=True),
-        _make_chart("router_aux_loss", "Auxiliary loss of the routers", "a step's mean, before its coefficient; balanced experts have their number a token", _make_lines(runs, "router_aux_loss")),
-        _make_chart("largest_expert_share", "Busiest expert", "% of its layer's tokens; the layer where it is largest", _make_lines(runs, "largest_expert_share", 100), zero=True),
-        _make_chart("idle_expert_share", "Idle experts", "% of a layer's experts without a token; the layer with most", _make_lines(runs, "idle_expert_share", 100), zero=True),
-        _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", 100, dots=True), zero=True),
-        *(_make_chart(key.replace("/", "_"), key.partition("/")[2], "a function of the recipe, over the held-out answers", _make_lines(runs, key, dots=True), zero=True) for key in list_metrics(runs)),
-    ]  # fmt: skip
-    return [chart for chart in charts if chart is not None]
 
 
 def _planned_lines(
@@ -188,40 +165,55 @@ def _planned_lines(
         steps = [step for step, _ in logged] or [0.0]
         level = planned / 2**30
         ends = [(steps[0], level), (steps[-1], level)]
-        yield Line(f"{run.name} planned", index, ends, dashed=True)
+        yield Line(f"{run.name} planned", index, ends, "dashed")
 
 
 def _make_lines(
-    runs: Sequence[RunRecord], key: str, scale: float = 1.0, dots: bool = False
+    runs: Sequence[RunRecord], key: str, scale: float = 1.0, suffix: str = "", style: str = "line"
 ) -> list[Line]:
-    """Makes a line of `scale` times the metric `key` for each run that logged it."""
+    """Makes a line of `scale` times the metric `key` for each run that logged it.
+
+    suffix: Appended to the run's name in the legend.
+    """
     series = ((index, run, run.series(key)) for index, run in enumerate(runs))
     return [
-        Line(run.name, index, [(x, scale * y) for x, y in points], dots=dots)
+        Line(run.name + suffix, index, [(x, scale * y) for x, y in points], style)
         for index, run, points in series
         if points
     ]
 
 
-def _smooth_lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
+_dot_lines = partial(_make_lines, style="dots")
+
+
+def _smooth_lines(runs: Sequence[RunRecord], key: str, scale: float = 1.0) -> list[Line]:
     """Makes two lines for each run that logged `key`: faint as logged, and smoothed."""
-    logged = _make_lines(runs, key)
-    faint = [Line(line.label, line.run, line.points, faint=True) for line in logged]
     smoothed = []
-    for line in logged:
+    for line in _make_lines(runs, key, scale):
         steps = [step for step, _ in line.points]
         values = smooth([value for _, value in line.points], smoothing_weight(len(steps)))
-        smoothed.append(Line(line.label, line.run, list(zip(steps, values, strict=True))))
-    return faint + smoothed
+        smoothed.append(replace(line, points=list(zip(steps, values, strict=True))))
+    return _make_lines(runs, key, scale, style="faint") + smoothed
 
 
-def _loss_lines(runs: Sequence[RunRecord], key: str = "loss") -> list[Line]:
+def _loss_lines(runs: Sequence[RunRecord], key: str = "loss", scale: float = 1.0) -> list[Line]:
     """Makes the lines of `_smooth_lines` and, as dots, the held-out values (key eval_KEY)."""
-    held_out = [
-        Line(f"{line.label} held-out", line.run, line.points, dots=True)
-        for line in _make_lines(runs, f"eval_{key}")
-    ]
-    return _smooth_lines(runs, key) + held_out
+    held_out = _dot_lines(runs, f"eval_{key}", scale, " held-out")
+    return _smooth_lines(runs, key, scale) + held_out
+
+
+def _compared_lines(
+    runs: Sequence[RunRecord], key: str, scale: float, suffix: str = "", style: str = "line"
+) -> list[Line]:
+    """Makes a line of `key` and, as dots, the held-out values, for each run."""
+    held_out = _dot_lines(runs, f"eval_{key}", scale, f"{suffix} held-out")
+    return _make_lines(runs, key, scale, suffix, style) + held_out
+
+
+def _answer_lines(runs: Sequence[RunRecord], key: str, scale: float) -> list[Line]:
+    """Makes the lines of both answers of a pair: KEY/chosen solid, KEY/rejected dashed."""
+    chosen = _compared_lines(runs, f"{key}/chosen", scale, " chosen")
+    return chosen + _compared_lines(runs, f"{key}/rejected", scale, " rejected", "dashed")
 
 
 def _loss_unit(runs: Sequence[RunRecord]) -> str:
@@ -235,46 +227,95 @@ def _loss_unit(runs: Sequence[RunRecord]) -> str:
     return " or ".join(sorted(units))
 
 
-def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
-    """Makes the charts of training on preferences and classes, except the loss.
+Measure = Callable[[Sequence[RunRecord], str, float], list[Line]]
+"""Makes the lines of a plot: (runs, key of the metric, factor of its values) -> lines."""
 
-    None stands for a chart of which no run has values. The metrics have TRL's names.
+
+class Plot(NamedTuple):
+    """A plot of a metric."""
+
+    key: str  # unique on the page
+    title: str
+    note: str  # unit and legend, below the title
+    metric: str = ""  # the key in the metrics; empty: `key`
+    scale: float = 1.0  # a factor of the metric's values
+    lines: Measure = _make_lines
+    zero: bool = True  # whether the y axis must include 0
+    can_be_log: bool = False  # whether it may have a log scale; `is_log` decides
+
+
+def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> list[Chart]:
+    """Makes all plots for which at least one run has values.
+
+    planned_bytes: Planned peak memory of each run; None for a run without a plan.
     """
+    charts = []
+    for plot in _list_plots(runs):
+        lines = plot.lines(runs, plot.metric or plot.key, plot.scale)
+        if plot.key == "peak_memory_bytes":
+            lines += _planned_lines(runs, planned_bytes)
+        charts.append(_make_chart(plot, lines))
+    return [chart for chart in charts if chart is not None]
+
+
+def _list_plots(runs: Sequence[RunRecord]) -> list[Plot]:
+    """Lists the plots of all metrics, in the order of the page."""
+    return [
+        Plot("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", lines=_loss_lines, zero=False, can_be_log=True),
+        Plot("kl", *_name_kl(runs), lines=_loss_lines),
+        Plot("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", lines=_loss_lines),
+        Plot("output_loss", "Loss of the output", "nats per trained token, after the last layer, of early exits", lines=_smooth_lines, zero=False),
+        Plot("masked_loss", "Loss of masked tokens", "nats per masked token", lines=_smooth_lines, zero=False),
+        *_list_preference_plots(runs),
+        *ONLINE_PLOTS,
+        Plot("learning_rate", "Learning rate", ""),
+        Plot("grad_norm", "Gradient norm", "before clipping", lines=_smooth_lines),
+        Plot("tokens_per_second", "Tokens per second", "all ranks, padding not counted"),
+        Plot("mfu", "Model FLOP utilization", "%: FLOP per token x tokens per second over the devices' peak, "
+        "FLOP being 6N + 12LHQT (4N for LoRA), T the mean length of a token's document, and 2N + 4LHQT for each forward alone", scale=100),
+        Plot("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", scale=1 / 2**30),
+        Plot("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics"),
+        Plot("router_aux_loss", "Auxiliary loss of the routers", "a step's mean, before its coefficient; balanced experts have their number a token", zero=False),
+        Plot("largest_expert_share", "Busiest expert", "% of its layer's tokens; the layer where it is largest", scale=100),
+        Plot("idle_expert_share", "Idle experts", "% of a layer's experts without a token; the layer with most", scale=100),
+        Plot("exact_match", "Held-out questions answered exactly", "%", scale=100, lines=_dot_lines),
+        *(Plot(key.replace("/", "_"), key.partition("/")[2], "a function of the recipe, over the held-out answers", key, lines=_dot_lines) for key in list_metrics(runs)),
+    ]  # fmt: skip
+
+
+def _list_preference_plots(runs: Sequence[RunRecord]) -> list[Plot]:
+    """Lists the plots of training on preferences and classes. The metrics have TRL's names."""
     beta = "beta times the log-probability"
     if any(METHODS[run.method].needs_reference for run in runs):
         against = " above the reference's"
     else:
         against = " per token"
     both = "solid: chosen, dashed: rejected; points: held-out"
-    percent = _preference_lines(runs, ("rewards/accuracies",), 100.0)
     return [
-        _make_chart("reward_margins", "Reward margin", "chosen minus rejected; points: held-out", _preference_lines(runs, ("rewards/margins",))),
-        _make_chart("reward_accuracies", "Pairs in order", "% whose chosen answer has the larger reward; points: held-out", percent, zero=True),
-        _make_chart("rewards", "Rewards", f"{beta}{against}; {both}", _preference_lines(runs, ("rewards/chosen", "rewards/rejected"))),
-        _make_chart("log_probabilities", "Log-probabilities", f"of an answer{'' if 'above' in against else against}; {both}", _preference_lines(runs, ("logps/chosen", "logps/rejected"))),
-        _make_chart("accuracy", "Accuracy", "% of the documents whose class has the largest score; points: held-out", _preference_lines(runs, ("accuracy",), 100.0), zero=True),
-        _make_chart("f1_macro", "F1", "the mean over the classes; points: held-out", _preference_lines(runs, ("f1_macro",)), zero=True),
-        _make_chart("nll_loss", "Cross entropy of the chosen answers", "nats per trained token; points: held-out", _preference_lines(runs, ("nll_loss",))),
+        Plot("reward_margins", "Reward margin", "chosen minus rejected; points: held-out", "rewards/margins", lines=_compared_lines, zero=False),
+        Plot("reward_accuracies", "Pairs in order", "% whose chosen answer has the larger reward; points: held-out", "rewards/accuracies", 100, _compared_lines),
+        Plot("rewards", "Rewards", f"{beta}{against}; {both}", lines=_answer_lines, zero=False),
+        Plot("log_probabilities", "Log-probabilities", f"of an answer{'' if 'above' in against else against}; {both}", "logps", lines=_answer_lines, zero=False),
+        Plot("accuracy", "Accuracy", "% of the documents whose class has the largest score; points: held-out", scale=100, lines=_compared_lines),
+        Plot("f1_macro", "F1", "the mean over the classes; points: held-out", lines=_compared_lines),
+        Plot("nll_loss", "Cross entropy of the chosen answers", "nats per trained token; points: held-out", lines=_compared_lines, zero=False),
     ]  # fmt: skip
 
 
-def _online_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
-    """Makes the charts of training by rewards, except the loss; None for one without values."""
-    ideal = "all where the model that samples is the one that learns"
-    return [
-        _make_chart("reward", "Reward", "mean of the step's completions; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs, "reward")),
-        _make_chart("groups_without_signal", "Groups without signal", "% of the prompts whose completions all got the same reward", _make_lines(runs, "frac_reward_zero_std", 100), zero=True),
-        _make_chart("completion_length", "Length of completions", "tokens; points: held-out", _loss_lines(runs, "completions/mean_length"), zero=True),
-        _make_chart("entropy", "Entropy", "nats a token, of what was sampled from", _make_lines(runs, "entropy"), zero=True),
-        _make_chart("tool_calls", "Calls of tools", "a completion", _make_lines(runs, "tools/call_frequency"), zero=True),
-        _make_chart("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", _make_lines(runs, "log_ratio/max"), zero=True),
-        _make_chart("staleness", "Staleness", "steps from the weights that sampled a token to those that learn from it", _make_lines(runs, "staleness/mean"), zero=True),
-        _make_chart("clip_ratio", "Ratios outside the bounds", "% of the tokens, from which the loss learns nothing; 0 where each step samples", _make_lines(runs, "clip_ratio", 100), zero=True),
-        _make_chart("explained_variance", "Explained variance", "% of the returns', by the critic's values at sampling", _make_lines(runs, "value/explained_variance", 100)),
-        _make_chart("value_loss", "Loss of the critic", "half the squared error of a value", _make_lines(runs, "value/loss"), zero=True),
-        _make_chart("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", _make_lines(runs, "importance_sampling/corrected", 100), zero=True),
-        _make_chart("sample_size", "Effective sample size", f"% of the tokens; {ideal}", _make_lines(runs, "ratio/effective_sample_size", 100), zero=True),
-    ]  # fmt: skip
+ONLINE_PLOTS = (  # of training by rewards
+    Plot("reward", "Reward", "mean of the step's completions; faint: as logged, strong: smoothed, points: held-out", lines=_loss_lines, zero=False),
+    Plot("groups_without_signal", "Groups without signal", "% of the prompts whose completions all got the same reward", "frac_reward_zero_std", 100),
+    Plot("completion_length", "Length of completions", "tokens; points: held-out", "completions/mean_length", lines=_loss_lines),
+    Plot("entropy", "Entropy", "nats a token, of what was sampled from"),
+    Plot("tool_calls", "Calls of tools", "a completion", "tools/call_frequency"),
+    Plot("log_ratio", "Largest raw log-ratio", "of a token between sampler and trainer: 0 in theory", "log_ratio/max"),
+    Plot("staleness", "Staleness", "steps from the weights that sampled a token to those that learn from it", "staleness/mean"),
+    Plot("clip_ratio", "Ratios outside the bounds", "% of the tokens, from which the loss learns nothing; 0 where each step samples", scale=100),
+    Plot("explained_variance", "Explained variance", "% of the returns', by the critic's values at sampling", "value/explained_variance", 100, zero=False),
+    Plot("value_loss", "Loss of the critic", "half the squared error of a value", "value/loss"),
+    Plot("corrected", "Corrected tokens", "% whose ratio of training to sampling is truncated or masked", "importance_sampling/corrected", 100),
+    Plot("sample_size", "Effective sample size", "% of the tokens; all where the model that samples is the one that learns", "ratio/effective_sample_size", 100),
+)  # fmt: skip
 
 
 def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
@@ -296,25 +337,6 @@ def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
     )
 
 
-def _preference_lines(
-    runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0
-) -> list[Line]:
-    """Makes a line and held-out dots for each run and metric key.
-
-    With several keys, such as rewards/chosen and rewards/rejected, the labels name the part behind
-    the slash, and only the lines of the first key are solid.
-    """
-    lines = []
-    for index, key in enumerate(keys):
-        _, _, answer = key.partition("/")
-        suffix = f" {answer}" if len(keys) > 1 else ""
-        for line in _make_lines(runs, key, scale):
-            lines.append(replace(line, label=line.label + suffix, dashed=index > 0))
-        for line in _make_lines(runs, f"eval_{key}", scale, dots=True):
-            lines.append(replace(line, label=f"{line.label}{suffix} held-out"))
-    return lines
-
-
 @dataclass(frozen=True, slots=True)
 class Axis:
     """An axis with ticks, which maps the values from `low` to `high` to places from 0 to 1."""
@@ -330,39 +352,23 @@ class Axis:
         return (self.scale(value) - low) / (self.scale(self.high) - low)
 
 
-def _make_chart(
-    key: str,
-    title: str,
-    note: str,
-    lines: Sequence[Line],
-    zero: bool = False,
-    can_be_log: bool = False,
-) -> Chart | None:
-    """Makes a chart whose axes include all `lines`; returns None if they have no points.
-
-    Args:
-        key: Names the chart; unique on the page.
-        title: What the chart shows.
-        note: Its unit, and what its kinds of lines mean.
-        lines: The lines to draw.
-        zero: Whether the y axis must include 0.
-        can_be_log: Whether the y axis may have a log scale; `is_log` decides.
-    """
+def _make_chart(plot: Plot, lines: Sequence[Line]) -> Chart | None:
+    """Makes a chart whose axes include all `lines`; returns None if they have no points."""
     lines = [replace(line, points=thin(line.points)) for line in lines]
     points = list(chain.from_iterable(line.points for line in lines))
     if not points:
         return None
     x_axis = _make_x_axis([x for x, _ in points])
-    y_axis = _make_y_axis([y for _, y in points], zero, can_be_log and is_log(lines))
+    y_axis = _make_y_axis([y for _, y in points], plot.zero, plot.can_be_log and is_log(lines))
 
     def down(y: float) -> float:
         """Returns the place of `y` from the top, because SVG's y axis points down."""
         return 1 - y_axis.place(y)
 
     return Chart(
-        key=key,
-        title=title,
-        note=note if y_axis.scale is float else f"{note}; log scale",
+        key=plot.key,
+        title=plot.title,
+        note=plot.note if y_axis.scale is float else f"{plot.note}; log scale",
         x_labels=[(f"{x:,.0f}", 100 * x_axis.place(x)) for x in x_axis.ticks],
         y_labels=[(format_compact(y), 100 * down(y)) for y in y_axis.ticks],
         grid="".join(f"M0 {BOX * down(y):.1f}H{BOX}" for y in y_axis.ticks),
@@ -405,29 +411,17 @@ def _draw_line(
 
     `across` and `down` map a step and a value to a place from 0 to 1, from the left and the top.
     """
-    finite = [(step, value) for step, value in line.points if math.isfinite(value)]
-    places = [(across(step), down(value)) for step, value in finite]
-    if line.dots:  # a stroke of length 0 with round ends stays a dot when the plot is stretched
+    places = [(across(step), down(value)) for step, value in line.points]
+    if line.style == "dots":  # a stroke of length 0 with round ends stays a dot when stretched
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y in places)
     else:
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y in places)
-    if line.faint:
-        return DrawnLine(line.label, line.run, path, _choose_style(line), points=[], steps=[])
-    points = [
-        (round(100 * x, 2), round(100 * y, 2), format_compact(value))
-        for (x, y), (_, value) in zip(places, finite, strict=True)
-    ]
-    steps = [step for step, _ in finite]
-    return DrawnLine(line.label, line.run, path, _choose_style(line), points, steps)
-
-
-def _choose_style(line: Line) -> str:
-    """Returns the CSS class of a line, as page.css has it."""
-    if line.dots:
-        return "dots"
-    if line.faint:
-        return "faint"
-    return "dashed" if line.dashed else "line"
+    drawn = DrawnLine(line.label, line.run, path, line.style)
+    if line.style != "faint":
+        for (x, y), (step, value) in zip(places, line.points, strict=True):
+            drawn.points.append((round(100 * x, 2), round(100 * y, 2), format_compact(value)))
+            drawn.steps.append(step)
+    return drawn
 
 
 def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
@@ -436,31 +430,16 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
 
     figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    for index, run in enumerate(runs):
-        color = COLORS[index % len(COLORS)]
-        points = run.series("loss")
-        steps = [step for step, _ in points]
-        losses = [loss for _, loss in points]
-        axes.plot(steps, losses, color=color, alpha=0.3, linewidth=1)
-        axes.plot(
-            steps,
-            smooth(losses, smoothing_weight(len(losses))),
-            color=color,
-            linewidth=2,
-            label=run.name,
-        )
-        if held_out := run.series("eval_loss"):
-            axes.plot(
-                *zip(*held_out, strict=True),
-                "o",
-                color=color,
-                markersize=5,
-                label=f"{run.name}, held-out",
-            )
+    lines = _loss_lines(runs)
+    for line in lines:
+        steps, losses = zip(*line.points, strict=True)
+        label = None if line.style == "faint" else line.label
+        color = COLORS[line.run % len(COLORS)]
+        axes.plot(steps, losses, color=color, label=label, **PNG_STYLES[line.style])
     axes.set(xlabel="step", ylabel=f"loss ({_loss_unit(runs)})")
-    if (lines := _loss_lines(runs)) and is_log(lines):
-        axes.set_yscale("log")
+    if lines:
+        axes.legend(frameon=False)
+        axes.set_yscale("log" if is_log(lines) else "linear")
     axes.grid(color="#e4e1d8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
     figure.savefig(path)

@@ -409,13 +409,13 @@ def report_command(arguments: argparse.Namespace) -> int:
     """
     first_folder = Path(arguments.runs[0])
     # a folder of runs stands for the runs in it
-    arguments.runs = [
-        str(folder) for name in arguments.runs for folder in list_runs(Path(name)) or [name]
+    folders = [
+        folder for name in arguments.runs for folder in list_runs(Path(name)) or [Path(name)]
     ]
-    for name in arguments.runs:
-        restore_exports(Path(name))
+    for folder in folders:
+        restore_exports(folder)
     if arguments.serve:
-        return _serve(arguments)
+        return _serve(arguments, folders)
     if arguments.port is not None:
         raise UserError("--port: has no effect without --serve; add it, or leave --port out")
     if arguments.output and Path(arguments.output).suffix.lower() not in (".html", ".htm"):
@@ -423,19 +423,17 @@ def report_command(arguments: argparse.Namespace) -> int:
             f"--output: {arguments.output}: the report is HTML and writes its PNG beside it; its "
             "name ends in .html, for example --output report.html"
         )
-    runs = [read_run(Path(name)) for name in arguments.runs]
+    runs = [read_run(folder) for folder in folders]
     if arguments.output:
         path = Path(arguments.output)
+        png_path = path.with_suffix(".png")
     else:
         path = first_folder / "report.html"
+        png_path = first_folder / "loss.png"
     written = [path]
     try:
         replace_file(path, render_page(runs, [plan_run(run) for run in runs]))
         if find_spec("matplotlib") is not None:
-            if arguments.output:
-                png_path = path.with_suffix(".png")
-            else:
-                png_path = path.with_name("loss.png")
             written.append(png_path)
             draw_loss_png(runs, png_path)
         else:
@@ -450,14 +448,13 @@ def report_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(arguments: argparse.Namespace) -> int:
-    """Serves the report of the runs' folders until Ctrl-C; returns the exit code 0.
+def _serve(arguments: argparse.Namespace, folders: Sequence[Path]) -> int:
+    """Serves the report of the runs in `folders` until Ctrl-C; returns the exit code 0.
 
     Raises `UserError` with --output, or if a folder does not exist.
     """
     if arguments.output is not None:
         raise UserError("--output: --serve writes no file; use one of the two")
-    folders = [Path(name) for name in arguments.runs]
     for folder in folders:
         # a folder without metrics is no error: the page waits for the run's first line
         if not folder.is_dir():

@@ -317,28 +317,21 @@ def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
     """
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         files = read_json_object(manifest).get("files")
-        if files is None:  # the checkpoint is damaged; `finetune checkpoints` reports it
-            continue
-        sizes = []
-        if isinstance(files, dict):
-            sizes = [_size_of(entry) for entry in files.values()]
         digits = manifest.parent.name.removeprefix("step-")
-        if digits.isdecimal() and len(digits) < 16:
-            size = disk_size(sum(sizes))
+        # `finetune checkpoints` reports a damaged manifest
+        if isinstance(files, dict) and digits.isdecimal() and len(digits) < 16:
+            sizes = [_size_of(entry) for entry in files.values()]
             yield {
                 "name": manifest.parent.name,
                 "step": int(digits),
-                "size": size,
+                "size": disk_size(sum(sizes)),
                 "files": len(sizes),
             }
 
 
 def _size_of(entry: Any) -> int:
     """Returns the bytes of a file by its entry in a manifest; 0 if the entry does not say."""
-    if isinstance(entry, dict):
-        size = entry.get("size_bytes", entry.get("size", 0))
-    else:
-        size = 0
+    size = entry.get("size_bytes", entry.get("size")) if isinstance(entry, dict) else None
     return size if isinstance(size, int) else 0
 
 
@@ -395,7 +388,7 @@ def describe_run(
         "benchmarks_note": describe_models(run.benchmarks),
         "findings": findings,
         "data": facts,
-        "sources": _list_sources(run.data_report, columns),
+        "sources": _list_sources(run, columns),
         "time": _table_of_phases(run),
         "memory": memory_rows(plan.phases) if plan else [],
         "memory_note": _note_memory(plan),
@@ -409,10 +402,10 @@ def describe_run(
     }
 
 
-def _list_sources(report: Mapping[str, Any], columns: Sequence[str]) -> list[list[str]]:
+def _list_sources(run: RunRecord, columns: Sequence[str]) -> list[list[str]]:
     """Lists the rows of the table of data sources: a source's file name, then its numbers."""
     rows = []
-    for source in [*report.get("sources", []), *report.get("eval_sources", [])]:
+    for source in list_data_sources(run):
         name = Path(str(source.get("path", ""))).name
         rows.append([name, *(f"{source.get(column, 0):,}" for column in columns)])
     return rows
@@ -455,17 +448,16 @@ def _make_tiles(run: RunRecord, *, live: bool) -> Iterator[Tile]:
     progress = " · ".join(_describe_progress(run, steps_done, live=live))
     yield Tile("Steps", f"{steps_done:,}", progress)
     yield from _smoothed_tile(run, "reward", "Reward", format_compact)
-    yield from _change_tiles(run, {"eval_reward": "Held-out reward"}, format_compact)
+    yield from _change_tile(run, "eval_reward", "Held-out reward", format_compact)
     yield from _smoothed_tile(run, "loss", "Training loss", "{:.4f}".format)
-    yield from _change_tiles(run, {"eval_loss": "Held-out loss"}, "{:.4f}".format)
+    yield from _change_tile(run, "eval_loss", "Held-out loss", "{:.4f}".format)
     if run.last("rewards/accuracies") is not None:
         yield _make_pairs_tile(run)
-    yield from _change_tiles(run, {"exact_match": "Answered exactly"}, "{:.0%}".format)
-    yield from _change_tiles(run, {"eval_accuracy": "Held-out accuracy"}, "{:.1%}".format)
-    yield from _change_tiles(run, {"eval_recall@1": "Held-out recall@1"}, "{:.1%}".format)
-    yield from _change_tiles(
-        run, {key: key.partition("/")[2] for key in list_metrics([run])}, format_compact
-    )
+    yield from _change_tile(run, "exact_match", "Answered exactly", "{:.0%}".format)
+    yield from _change_tile(run, "eval_accuracy", "Held-out accuracy", "{:.1%}".format)
+    yield from _change_tile(run, "eval_recall@1", "Held-out recall@1", "{:.1%}".format)
+    for key in list_metrics([run]):
+        yield from _change_tile(run, key, key.partition("/")[2], format_compact)
     yield from _make_resource_tiles(run)
 
 
@@ -520,14 +512,9 @@ def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     for value, (left, left_weight), (right, right_weight) in zip(
         values, before, after, strict=True
     ):
-        # both sums include the value with weight 1
-        if math.isfinite(value):
-            counted_twice = value
-            weight_counted_twice = 1.0
-        else:
-            counted_twice = 0.0
-            weight_counted_twice = 0.0
-        total_weight = left_weight + right_weight - weight_counted_twice
+        is_finite = math.isfinite(value)
+        counted_twice = value if is_finite else 0.0  # by both sums, with weight 1
+        total_weight = left_weight + right_weight - is_finite
         if total_weight:
             smoothed.append(round((left + right - counted_twice) / total_weight, 9))
         else:
@@ -621,17 +608,12 @@ def _smoothed_tile(
         yield Tile(name, write(smoothed[-1]), f"from {write(smoothed[0])}")
 
 
-def _change_tiles(
-    run: RunRecord, names: Mapping[str, str], write: Callable[[float], str]
+def _change_tile(
+    run: RunRecord, key: str, name: str, write: Callable[[float], str]
 ) -> Iterator[Tile]:
-    """Yields a tile with the last and first value of each key that the run logged.
-
-    names: Metric key -> the tile's name.
-    write: Makes a text of a value.
-    """
-    for key, name in names.items():
-        if (last := run.last(key)) is not None:
-            yield Tile(name, write(last), f"from {write(run.first(key))}")
+    """Yields a tile with the last and first value of `key`; none if it was not logged."""
+    if (last := run.last(key)) is not None:
+        yield Tile(name, write(last), f"from {write(run.first(key))}")
 
 
 def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
@@ -647,10 +629,7 @@ def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str
         first = answers[0]
         last = answers[-1]
         # a single answer is from before training if its step is 0
-        if len(answers) > 1 or first.get("step") == 0:
-            before = first
-        else:
-            before = None
+        before = first if len(answers) > 1 or first.get("step") == 0 else None
         after = last if last is not before else None
         rows.append(
             {

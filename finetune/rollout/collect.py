@@ -46,13 +46,15 @@ from finetune.rollout.engine import (
     Rollout,
     Sampled,
     Sampling,
-    ServedEngine,
+    none_for_nan,
+    sample_shares,
 )
 from finetune.rollout.episodes import Episodes, list_environment_rewards
 from finetune.rollout.generations import Generations, Share
 from finetune.rollout.reward_models import RewardModel
 from finetune.rollout.rewards import Rewards, Scores
 from finetune.rollout.turns import Conversations, take_turns
+from finetune.rollout.vllm import VllmEngine
 from finetune.units import counted
 
 WriteLines = Callable[[list[dict[str, Any]]], None]
@@ -149,7 +151,9 @@ class Sampler:
                 raise it.
         """
         batch = self.make_requests(examples, example_ids, step, generations, prompts_before)
-        sample = partial(self._sample_requests, self.choose_sampling(greedy=greedy))
+        assert self.engine is not None
+        sampling = self.choose_sampling(greedy=greedy)
+        sample = partial(sample_shares, self.engine, self.world, sampling)
         sampled = self._sample_turns(batch, sample, RankGroup(self.world).on_main)
         return self.reward(batch, sampled, step)
 
@@ -288,35 +292,6 @@ class Sampler:
             episodes = Episodes(self.recipe, self.tokenizer, self.rewards, first_place, rows)
         return RequestBatch(completion_ids, generations, requests, rows, episodes)
 
-    def make_row_options(self, prompts: StoredBatches) -> RowOptions:
-        """Makes the options for laying out this rank's share of the completions of `prompts`."""
-        # A tokenizer may lack a pad token; then padding has the id 0.
-        pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
-        return RowOptions(
-            self.recipe, self.world.data_parallel, pad_token_id, self.shares_prompts, prompts
-        )
-
-    def _sample_requests(self, sampling: Sampling, requests: Sequence[Request]) -> list[Sampled]:
-        """Samples a completion of each request.
-
-        All ranks call it with the same requests, and each returns all completions, in their order.
-        Each tensor parallel group samples a share of the requests, together with the same group of
-        the other pipeline stages. With a server, only the group's first rank in the first stage
-        asks, and the others' completions are [].
-        """
-        assert self.engine is not None
-        groups = self.world.tensor_group_count
-        index = self.world.tensor_group_index
-        first = len(requests) * index // groups
-        end = len(requests) * (index + 1) // groups
-        completions = self.engine.sample(requests[first:end], sampling)
-        by_rank = self.world.gather([completion.as_json() for completion in completions])
-        # Of each group, only the first rank of the first stage is sure to have completions. A
-        # group's ranks are consecutive, and those of the first stage come first.
-        ranks_in_group = self.world.stage_size // groups
-        by_group = [by_rank[group * ranks_in_group] for group in range(groups)]
-        return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
-
     def score(
         self,
         rows: Sequence[Mapping[str, Any]],
@@ -337,16 +312,7 @@ class Sampler:
             step: 0-based.
             episodes: The completions' environments; None: the recipe has none.
         """
-        ended = None
-        environment_scores: list[list[float | None]] = []
-        lost: list[bool] = []  # [completions]: whether the environment was lost; [] without any
-        if episodes is not None:
-            ended = episodes.end()
-            environment_scores = list(ended.rewards.values())
-            lost = ended.lost
-        if not self.rewards.names:
-            failed = [place for place, is_lost in enumerate(lost) if is_lost]
-            return Scores(environment_scores, failed)
+        ended = None if episodes is None else episodes.end()
         completions = self.read_completions(rows, sampled, messages)
         names = sorted({name for row in rows for name in row["columns"]})
         columns = {name: [row["columns"].get(name) for row in rows] for name in names}
@@ -360,8 +326,12 @@ class Sampler:
             columns["environments"] = ended.states
         token_ids = [completion.token_ids for completion in sampled]
         prompts = [row["prompt"] for row in rows]
-        scores = self.rewards.score(prompts, completions, token_ids, columns, trainer_state, lost)
-        return replace(scores, by_reward=scores.by_reward + environment_scores)
+        scores = self.rewards.score(prompts, completions, token_ids, columns, trainer_state)
+        if ended is None:
+            return scores
+        return Scores(
+            scores.by_reward + list(ended.rewards.values()), sorted({*scores.failed, *ended.lost})
+        )
 
     def read_completions(
         self,
@@ -498,7 +468,12 @@ class RolloutBatches:
 
     @property
     def _row_options(self) -> RowOptions:
-        return self.sampler.make_row_options(self.prompts)
+        """The options for laying out this rank's share of the completions."""
+        sampler = self.sampler
+        # A tokenizer may lack a pad token; then padding has the id 0.
+        pad_token_id = getattr(sampler.tokenizer, "pad_token_id", None) or 0
+        rank = sampler.world.data_parallel
+        return RowOptions(sampler.recipe, rank, pad_token_id, sampler.shares_prompts, self.prompts)
 
     @property
     def _samples_ahead(self) -> bool:
@@ -506,9 +481,13 @@ class RolloutBatches:
         return self.sampler.recipe.rollout.max_staleness > 0
 
     @property
-    def _engine(self) -> ServedEngine:
+    def _has_server(self) -> bool:
+        return self.sampler.recipe.rollout.vllm_server_base_url is not None
+
+    @property
+    def _engine(self) -> VllmEngine:
         """The sampler's engine as that of a server. Only runs with a server use it."""
-        return cast(ServedEngine, self.sampler.engine)
+        return cast(VllmEngine, self.sampler.engine)
 
     def _sample_generation(self, step: int) -> None:
         """Replaces the held rollouts by those of the generation that begins at `step`.
@@ -523,7 +502,7 @@ class RolloutBatches:
             rollout = self._sample_step(
                 prompts_step, first_trained_at, sampled_ahead.get(prompts_step)
             )
-            if self.sampler.recipe.rollout.vllm_server_base_url is not None:
+            if self._has_server:
                 # The seconds of the latest hand-over, which may have been for a later generation.
                 rollout = replace(rollout, hand_over_seconds=self._engine.hand_over_seconds)
             self._held[prompts_step] = rollout
@@ -660,8 +639,8 @@ class RolloutBatches:
 
         Also has the engine drop records that only older checkpoints need. The main rank calls it.
         """
-        assert self.sampler.engine is not None
-        self.sampler.engine.forget()
+        if self._has_server:
+            self._engine.forget()
         if step >= self.prompts.steps:
             return {}
         files = {}
@@ -717,8 +696,7 @@ class RolloutBatches:
         log_count = min(keys.log_completions * rollout.generations, len(rollout.sampled))
         for i in range(log_count):
             completion = rollout.sampled[i]
-            # nan is no JSON
-            scores = (None if np.isnan(score) else float(score) for score in rollout.scores[i])
+            scores = map(none_for_nan, rollout.scores[i].tolist())
             line = {
                 "step": step + 1,
                 "prompt": tokenizer.decode(rollout.prompts[i]),

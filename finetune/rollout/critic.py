@@ -21,13 +21,6 @@ class TokenTargets:
     # The share of the returns' variance that the values explain; nan if all returns are equal.
     explained_variance: float
 
-    def mean_advantages(self) -> NDArray[np.float64]:
-        """Computes the mean advantage of each completion's tokens: fp64[completions].
-
-        It is 0 for a completion without trained tokens.
-        """
-        return np.array([np.mean(tokens) if tokens else 0.0 for tokens in self.advantages])
-
 
 def compute_gae(rewards: Floats, values: Floats, gamma: float, lam: float) -> Floats:
     """Computes generalized advantage estimates (Schulman et al. 2016, arXiv:1506.02438, eq. 16).
@@ -89,10 +82,11 @@ def find_targets(rollout: Rollout, recipe: Recipe) -> TokenTargets:
 def describe_advantages(rollout: Rollout, recipe: Recipe) -> NDArray[np.float64]:
     """Computes the advantage of each completion: fp64[completions].
 
-    With a critic it is the mean of the tokens' advantages.
+    With a critic it is the mean of the tokens' advantages, or 0 without trained tokens.
     """
     if recipe.method_facts.has_critic:
-        return find_targets(rollout, recipe).mean_advantages()
+        by_token = find_targets(rollout, recipe).advantages
+        return np.array([np.mean(tokens) if tokens else 0.0 for tokens in by_token])
     return find_advantages(rollout, recipe)
 
 

@@ -209,9 +209,6 @@ class EmbeddedEngine:
         self._model.train(was_training)
         return sampled
 
-    def forget(self) -> None:
-        """Does nothing: the weights determine the completions, so the engine keeps no records."""
-
     def _sample_together(self, requests: Sequence[Request], sampling: Sampling) -> list[Sampled]:
         """Samples completions of at most `rows` requests in one batch."""
         reader = _PromptReader(unwrap(self._model), self._images, self._world.device)

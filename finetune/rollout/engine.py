@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
@@ -16,6 +17,7 @@ from finetune.config.methods import POLICY_LOSSES
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.images import EncodedImage
+from finetune.distributed.world import World
 
 Floats = NDArray[np.float64]
 
@@ -174,43 +176,32 @@ class Engine(Protocol):
         same ones.
         """
 
-    def forget(self) -> None:
-        """Drops records that no resumed run will need. The main rank calls it."""
+
+def sample_shares(
+    engine: Engine, world: World, sampling: Sampling, requests: Sequence[Request]
+) -> list[Sampled]:
+    """Samples a completion of each request.
+
+    All ranks call it with the same requests, and each returns all completions, in their order. Each
+    tensor parallel group samples a share of the requests, together with the same group of the other
+    pipeline stages. With a server, only the group's first rank in the first stage asks, and the
+    others' completions are [].
+    """
+    groups = world.tensor_group_count
+    index = world.tensor_group_index
+    first = len(requests) * index // groups
+    end = len(requests) * (index + 1) // groups
+    completions = engine.sample(requests[first:end], sampling)
+    by_rank = world.gather([completion.as_json() for completion in completions])
+    # Of each group, only the first rank of the first stage is sure to have completions. A group's
+    # ranks are consecutive, and those of the first stage come first.
+    ranks_in_group = world.stage_size // groups
+    by_group = [by_rank[group * ranks_in_group] for group in range(groups)]
+    return [Sampled.of_json(values) for values in chain.from_iterable(by_group)]
 
 
 Converse = Callable[[Callable[[Sequence[Request]], list[Sampled]]], list[Sampled]]
 """Samples completions of several turns, by the function that it gets: requests -> one turn each."""
-
-
-class ServedEngine(Engine, Protocol):
-    """An engine with a server that gets copies of the weights, and samples while the model trains.
-
-    In its methods, `prompts_step` is the step whose prompts the completions continue.
-    """
-
-    hand_over_seconds: float  # how long the last hand-over took
-    version: int  # the number of optimizer steps that the model's current weights have had
-
-    def hand_over(self) -> None:
-        """Gives the server the current weights, unless it has them. All ranks call it."""
-
-    def submit(self, prompts_step: int, requests: Sequence[Request], sampling: Sampling) -> None:
-        """Begins to sample a completion of each request from the weights that the server has."""
-
-    def converse(self, prompts_step: int, converse: Converse, sampling: Sampling) -> None:
-        """Begins to sample completions by `converse`, in a thread of the main rank."""
-
-    def is_in_flight(self, prompts_step: int) -> bool:
-        """Returns whether completions of that step have been begun. All ranks call it."""
-
-    def take(self, prompts_step: int) -> list[Sampled]:
-        """Waits for the completions of that step; returns them on every rank. All ranks call it."""
-
-    def describe_lines(self) -> Iterator[dict[str, Any]]:
-        """Yields a line of JSON for each request that was begun, on the main rank."""
-
-    def recall(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Reads completions from the lines of a checkpoint, so that they are not sampled again."""
 
 
 SMALLEST_DEVIATION = 1e-4  # added to a standard deviation before a division by it, as in TRL
@@ -299,8 +290,8 @@ class Rollout:
                 "example_id": int(self.example_ids[i]),
                 "prompt_ids": self.prompts[i],
                 "sampled": completion.as_json(),
-                "scores": [_none_for_nan(score) for score in self.scores[i].tolist()],
-                "reward": _none_for_nan(float(self.rewards[i])),
+                "scores": [none_for_nan(score) for score in self.scores[i].tolist()],
+                "reward": none_for_nan(float(self.rewards[i])),
                 **of_tokens,
                 **of_all,
             }
@@ -322,7 +313,8 @@ class Rollout:
         )
 
 
-def _none_for_nan(value: float) -> float | None:
+def none_for_nan(value: float) -> float | None:
+    """Returns a number as JSON has it, which knows no nan."""
     return None if math.isnan(value) else value
 
 

@@ -21,13 +21,16 @@ Row = dict[str, Any]  # a data row with its `prompt` and `columns`, as rewards r
 
 @dataclass(frozen=True, slots=True)
 class EndedEpisodes:
-    """The results of the environments of some completions. Every list is [completions]."""
+    """The results of the environments of some completions. Every list but `lost` is
+    [completions].
+    """
 
     # The rewards of each environment, by their name in metrics; None: the completion had another
     # environment.
     rewards: dict[str, list[float | None]]
     states: list[str | None]  # as `freeze` returns them; None: no function reads them, or lost
-    lost: list[bool]  # whether the environment failed, or the prompt became too long
+    # the places of those whose environment failed, or whose prompt became too long
+    lost: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +91,12 @@ class Episodes:
         states = []
         lost = []
         for place, answer in enumerate(answers):
-            is_lost = "problem" in answer
-            state = None if is_lost else answer["state"]
-            lost.append(is_lost)
-            states.append(state)
+            if "problem" in answer:
+                lost.append(place)
+            states.append(answer.get("state"))
             reward_name = self._facts[self._choose(place)].reward
             if reward_name is not None:
-                rewards[reward_name][place] = 0.0 if is_lost else answer["reward"]
+                rewards[reward_name][place] = answer.get("reward", 0.0)
         return EndedEpisodes(rewards, states, lost)
 
     def _describe_reset(self, place: int, request: Request) -> dict[str, Any]:

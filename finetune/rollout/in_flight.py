@@ -7,12 +7,12 @@ known. If there are tools or environments, one thread for each step samples turn
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from finetune.errors import UserError
@@ -35,23 +35,33 @@ def start(action: Callable[[], Any]) -> "Future[Any]":
     return future
 
 
-def start_all(actions: Iterable[Callable[[], Any]], threads: int) -> "list[Future[Any]]":
-    """Starts actions in at most `threads` daemon threads; returns their futures, in order."""
-    tasks: list[tuple[Future[Any], Callable[[], Any]]] = [(Future(), action) for action in actions]
-    waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
-    for task in tasks:
-        waiting.put(task)
+class DaemonPool:
+    """Daemon threads that run actions: a run that ends does not wait for a server that is gone.
 
-    def work() -> None:
-        """Runs waiting actions until none is left."""
-        with suppress(Empty):
-            while True:
-                future, action = waiting.get_nowait()
-                _settle(future, action)
+    The threads start at the first action.
+    """
 
-    for _ in range(min(threads, len(tasks))):
-        threading.Thread(target=work, daemon=True).start()
-    return [future for future, _ in tasks]
+    def __init__(self, threads: int) -> None:
+        self._missing = threads  # the number of threads that have not been started
+        self._starting = threading.Lock()
+        # actions that no thread has taken yet, with the futures of their results
+        self._waiting: SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = SimpleQueue()
+
+    def submit(self, action: Callable[[], Any]) -> "Future[Any]":
+        """Has a thread run `action`; returns the future of its result."""
+        with self._starting:
+            missing = self._missing
+            self._missing = 0
+        for _ in range(missing):
+            threading.Thread(target=self._work, daemon=True).start()
+        future: Future[Any] = Future()
+        self._waiting.put((future, action))
+        return future
+
+    def _work(self) -> None:
+        """Runs one waiting action after another, forever."""
+        while True:
+            _settle(*self._waiting.get())
 
 
 def _settle(future: "Future[Any]", action: Callable[[], Any]) -> None:
@@ -100,7 +110,7 @@ class InFlight:
     """All requests, and a gate that keeps them from the server while its weights change."""
 
     ask: Ask
-    threads: int  # the most requests that are at the server at once
+    pool: DaemonPool  # has a thread for each request that is at the server
     keeps_tokens: bool  # whether an interrupted request keeps its tokens; else it starts over
     flights: dict[int, Flight] = field(default_factory=dict)  # by `prompts_step`
     # Guards the two fields below, and wakes threads that wait for a change of them.
@@ -108,11 +118,6 @@ class InFlight:
     # the number of optimizer steps that the server's weights have had; None: the gate is closed
     _weights_version: int | None = None
     _sent: int = 0  # the number of requests that are at the server
-    # futures of the requests that no thread has taken yet, with the actions that sample
-    _waiting: "SimpleQueue[tuple[Future[Sampled], Callable[[], Sampled]]]" = field(
-        default_factory=SimpleQueue
-    )
-    _has_threads: bool = False  # whether the threads have been started
 
     def open(self, version: int) -> None:
         """Opens the gate. The server's weights have had `version` optimizer steps."""
@@ -120,7 +125,7 @@ class InFlight:
             self._weights_version = version
             self._gate.notify_all()
 
-    def close(self, cut: Callable[[], object], seconds: float) -> None:
+    def close(self, cut: Callable[[], object], seconds: float) -> bool:
         """Closes the gate, and waits until no request is at the server.
 
         Args:
@@ -128,14 +133,19 @@ class InFlight:
                 never if none is there.
             seconds: The longest wait.
 
+        Returns:
+            Whether it had to call `cut`.
+
         Raises:
             UserError: Requests are still at the server after that time.
         """
         deadline = time.monotonic() + seconds
         with self._gate:
             self._weights_version = None
+        has_cut = False
         while self._sent:
             cut()
+            has_cut = True
             with self._gate:
                 self._gate.wait_for(lambda: not self._sent, CUT_SECONDS)
             if self._sent and time.monotonic() > deadline:
@@ -143,6 +153,7 @@ class InFlight:
                     f"vllm_server_base_url: {self._sent} completions were not cut within "
                     f"{seconds:g} s of a change of weights; is the server still there?"
                 )
+        return has_cut
 
     def submit(
         self,
@@ -164,17 +175,17 @@ class InFlight:
                 tokens, such as LOST, is sampled; its counts of interruptions are kept.
             note: Called with the request's name and its completion as soon as it is sampled.
         """
-        self._start_threads()
         flight = self.flights.setdefault(prompts_step, Flight())
         futures = []
         for name, request in requests.items():
-            future: Future[Sampled] = Future()
             so_far = known.get(name, NOTHING)
             if so_far.token_ids:
+                future: Future[Sampled] = Future()
                 future.set_result(so_far)
             else:
-                task = partial(self._complete_and_note, name, request, sampling, so_far, note)
-                self._waiting.put((future, task))
+                future = self.pool.submit(
+                    partial(self._complete_and_note, name, request, sampling, so_far, note)
+                )
             futures.append(future)
             flight.submitted.append(Submitted(name, weights, future))
         return futures
@@ -205,19 +216,14 @@ class InFlight:
         del self.flights[prompts_step]
         return completions
 
-    def list_weights(self) -> Iterator[str]:
-        """Yields the name of the weights with which each request was submitted."""
-        for flight in self.flights.values():
-            for request in tuple(flight.submitted):  # a copy: a conversation may add requests
-                yield request.weights
-
     def describe_lines(self) -> Iterator[dict[str, Any]]:
         """Yields a line of a checkpoint for each request; `read_lines` reads them.
 
         `sampled` is the completion; None if it has not ended yet or has failed.
         """
         for prompts_step, flight in self.flights.items():
-            for name, weights, answer in tuple(flight.submitted):  # a copy, as in `list_weights`
+            # a copy: a conversation may add requests
+            for name, weights, answer in tuple(flight.submitted):
                 is_answered = answer.done() and answer.exception() is None
                 yield {
                     "prompts_step": prompts_step,
@@ -225,20 +231,6 @@ class InFlight:
                     "weights": weights,
                     "sampled": answer.result().as_json() if is_answered else None,
                 }
-
-    def _start_threads(self) -> None:
-        """Starts the threads that sample, at the first call."""
-        with self._gate:
-            missing = 0 if self._has_threads else self.threads
-            self._has_threads = True
-        for _ in range(missing):
-            threading.Thread(target=self._work, daemon=True).start()
-
-    def _work(self) -> None:
-        """Samples one waiting request after another, forever."""
-        while True:
-            future, task = self._waiting.get()
-            _settle(future, task)
 
     def _complete_and_note(
         self,

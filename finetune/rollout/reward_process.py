@@ -138,20 +138,26 @@ def check_arguments(name: str, function: Callable[..., Any], columns: Sequence[s
         )
 
 
-def check_scores(
+def read_scores(
     name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
-) -> Scores:
-    """Converts the values that a function returned to scores.
+) -> tuple[Scores, dict[int, str]]:
+    """Converts the values that a function returned to scores, with 0 for those that are no score.
 
-    Raises `UserError` for the first value that is no score.
+    Returns:
+        (the scores, the place of each value that is no score -> what is wrong with it).
     """
-    for value, completion in zip(returned, step["completions"], strict=True):
-        if not is_score(value):
-            text = json.dumps(completion, ensure_ascii=False)
-            # A judge returns the fault itself in place of a score.
-            fault = value if isinstance(value, Fault) else f"returned {describe_score(value)}"
-            raise UserError(f"{place_of(function)}{name}: {fault} for the completion {text[:200]}")
-    return [None if value is None else float(value) for value in returned]
+    scores: Scores = []
+    faults = {}
+    for place, (value, completion) in enumerate(zip(returned, step["completions"], strict=True)):
+        if is_score(value):
+            scores.append(None if value is None else float(value))
+            continue
+        text = json.dumps(completion, ensure_ascii=False)
+        # A judge returns the fault itself in place of a score.
+        fault = value if isinstance(value, Fault) else f"returned {describe_score(value)}"
+        faults[place] = f"{place_of(function)}{name}: {fault} for the completion {text[:200]}"
+        scores.append(0.0)
+    return scores, faults
 
 
 def score_each(
@@ -160,23 +166,23 @@ def score_each(
     """Scores completions where failures are counted: a completion that fails has score 0.
 
     If the function raises for all completions together, it is called for one after another. If it
-    does not return a list with one value for each, all completions fail. Failures are printed.
+    does not return a list with one value for each, all completions fail. Failures are printed; of
+    values that are no score, the first.
 
     Returns:
         (the scores, whether each completion failed).
     """
     count = len(step["completions"])
     try:
-        returned = score(name, function, step, seconds)
-        return _replace_bad_values(name, function, step, returned)
-    except NoScores as error:
-        print(error, file=sys.stderr)
-        return [0.0] * count, [True] * count
+        scores, faults = read_scores(name, function, step, score(name, function, step, seconds))
+        for fault in list(faults.values())[:1]:
+            print(fault, file=sys.stderr)
+        return scores, [place in faults for place in range(count)]
     except UserError as error:
-        if count == 1:
+        if count == 1 or isinstance(error, NoScores):
             print(error, file=sys.stderr)
-            return [0.0], [True]
-    scores: Scores = []
+            return [0.0] * count, [True] * count
+    scores = []
     failed: list[bool] = []
     for place in range(count):
         one_score, one_failed = score_each(
@@ -185,26 +191,6 @@ def score_each(
         scores += one_score
         failed += one_failed
     return scores, failed
-
-
-def _replace_bad_values(
-    name: str, function: Callable[..., Any], step: Mapping[str, Any], returned: list[Any]
-) -> tuple[Scores, list[bool]]:
-    """Converts the values that a function returned to scores, with 0 for those that are no score.
-
-    It prints the first such value.
-
-    Returns:
-        (the scores, whether each value is no score).
-    """
-    failed = [not is_score(value) for value in returned]
-    if any(failed):
-        try:
-            check_scores(name, function, step, returned)
-        except UserError as error:
-            print(error, file=sys.stderr)
-    values = [0.0 if is_bad else value for value, is_bad in zip(returned, failed, strict=True)]
-    return [None if value is None else float(value) for value in values], failed
 
 
 def take_one(step: Mapping[str, Any], place: int) -> dict[str, Any]:
@@ -295,7 +281,10 @@ class Functions:
             scores, failed = score_each(name, function, step, seconds)
             return {"scores": scores, "failed": failed}
         returned = score(name, function, step, seconds)
-        return {"scores": check_scores(name, function, step, returned)}
+        scores, faults = read_scores(name, function, step, returned)
+        for fault in faults.values():
+            raise UserError(fault)
+        return {"scores": scores}
 
 
 def _takes_environments(function: Callable[..., Any]) -> bool:

@@ -44,11 +44,6 @@ class Scores:
     # the others' scores count.
     failed: list[int]
 
-    @property
-    def failures(self) -> int:
-        """The number of completions that failed."""
-        return len(self.failed)
-
 
 class ProcessLost(UserError):
     """The process ended, did not answer in time, or user code wrote into the pipe of its answers.
@@ -126,7 +121,6 @@ class Rewards:
         completion_ids: Sequence[Sequence[int]],
         columns: dict[str, list[Any]],
         state: dict[str, Any],
-        lost: Sequence[bool] = (),
     ) -> Scores:
         """Scores completions by all functions, each of which is called with all completions.
 
@@ -136,7 +130,6 @@ class Rewards:
             completion_ids: The tokens of each completion.
             columns: The data's columns: name -> a value for each completion.
             state: The attributes of the functions' `trainer_state`.
-            lost: Whether each completion's environment was lost; empty: there are none.
 
         Raises:
             UserError: A function raised, took too long or did not return a score for each
@@ -151,7 +144,7 @@ class Rewards:
         }
         self._knows_step = False
         by_reward: list[list[float | None]] = []
-        failed = {place for place, is_lost in enumerate(lost) if is_lost}
+        failed: set[int] = set()
         for index in range(len(self.names)):
             answer = self._score_by_function(index)
             by_reward.append(answer["scores"])

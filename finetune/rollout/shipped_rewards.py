@@ -35,6 +35,20 @@ def _with_reasoning(completion: Any) -> str:
     return f"<think>{reasoning}</think>{text}" if reasoning else text
 
 
+def _grade(
+    completions: Sequence[Any], answers: Sequence[Any], is_right: Callable[[str, str], bool | None]
+) -> list[float | None]:
+    """Scores 1 where `is_right` finds a completion's text right by the row's answer, else 0.
+
+    The score is None if the row has no answer, or `is_right` returns None.
+    """
+    scores: list[float | None] = []
+    for completion, answer in zip(completions, answers, strict=True):
+        right = None if answer is None else is_right(text_of(completion), str(answer))
+        scores.append(None if right is None else float(right))
+    return scores
+
+
 def is_exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
     """Scores 1 if the completion is the row's answer up to spaces around it, else 0.
 
@@ -43,13 +57,7 @@ def is_exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> lis
     >>> is_exact([" 4\\n", "five"], [4, "5"])
     [1.0, 0.0]
     """
-    scores: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        if expected is None:
-            scores.append(None)
-        else:
-            scores.append(float(text_of(completion).strip() == str(expected).strip()))
-    return scores
+    return _grade(completions, answer, lambda text, expected: text.strip() == expected.strip())
 
 
 def has_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -60,15 +68,12 @@ def has_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> l
     >>> has_number(["so it is 1,200.0"], ["5 x 240 = 1200\\n#### 1200"])
     [1.0]
     """
-    scores: list[float | None] = []
-    for completion, expected in zip(completions, answer, strict=True):
-        number = _find_last_number(text_of(completion))
-        if expected is None:
-            scores.append(None)
-        else:
-            is_right = number is not None and number == _find_last_number(str(expected))
-            scores.append(float(is_right))
-    return scores
+
+    def is_right(text: str, expected: str) -> bool:
+        number = _find_last_number(text)
+        return number is not None and number == _find_last_number(expected)
+
+    return _grade(completions, answer, is_right)
 
 
 def is_equal(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -78,16 +83,14 @@ def is_equal(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> lis
     """
     from math_verify import parse, verify
 
-    scores: list[float | None] = []
     # Without math-verify's time limits, because they use the same signal as `time_limit`.
-    for completion, expected in zip(completions, answer, strict=True):
-        parsed_answer = None if expected is None else parse(str(expected), parsing_timeout=None)
+    def is_right(text: str, expected: str) -> bool | None:
+        parsed_answer = parse(expected, parsing_timeout=None)
         if not parsed_answer:
-            scores.append(None)
-            continue
-        parsed_completion = parse(text_of(completion), parsing_timeout=None)
-        scores.append(float(verify(parsed_answer, parsed_completion, timeout_seconds=None)))
-    return scores
+            return None
+        return bool(verify(parsed_answer, parse(text, parsing_timeout=None), timeout_seconds=None))
+
+    return _grade(completions, answer, is_right)
 
 
 def has_format(completions: Sequence[Any], **_: Any) -> list[float]:

@@ -170,7 +170,7 @@ def settle(value: Any) -> Any:
     if not inspect.isawaitable(value):
         return value
     loop = _open_loop()
-    task = loop.create_task(_wait_for(value))
+    task = asyncio.ensure_future(value, loop=loop)
     try:
         return loop.run_until_complete(task)
     except BaseException:
@@ -188,11 +188,6 @@ def _open_loop() -> asyncio.AbstractEventLoop:
 
 # A forked process makes its own loop.
 os.register_at_fork(after_in_child=_open_loop.cache_clear)
-
-
-async def _wait_for(awaitable: Any) -> Any:
-    """Makes a coroutine of any awaitable, as `create_task` requires."""
-    return await awaitable
 
 
 @contextmanager

@@ -39,7 +39,7 @@ from finetune.files.durable import empty_folder, make_folder, write_file
 from finetune.files.json_files import append_json_lines, read_json_lines, read_json_object
 from finetune.files.network import send
 from finetune.rollout.engine import Converse, Ended, Request, Sampled, Sampling
-from finetune.rollout.in_flight import LOST, InFlight, read_lines, start, start_all, wait_for
+from finetune.rollout.in_flight import LOST, DaemonPool, InFlight, read_lines, start, wait_for
 from finetune.rollout.vllm_answers import (
     SHOWN,
     AnswerKind,
@@ -110,14 +110,12 @@ class VllmServer:
         answer = start(lambda: send(self.url + path, body, self.timeout))
         return bytes(wait_for(answer, self.require))
 
-    def ask(
-        self, kind: type[AnswerKind], path: str = "", body: dict[str, Any] | None = None
-    ) -> AnswerKind:
-        """Sends a request, by default to the path of `kind`; returns the answer as a `kind`.
+    def ask(self, kind: type[AnswerKind], body: dict[str, Any] | None = None) -> AnswerKind:
+        """Sends a request to the path of `kind`; returns the answer as a `kind`.
 
         Raises `UserError` if the answer is of another kind, or as `send`.
         """
-        path = path or PATHS[kind]
+        path = PATHS[kind]
         return read_answer(kind, self.send(path, body), self.url + path)
 
     def resume(self) -> None:
@@ -354,9 +352,10 @@ class VllmEngine:
         self.version = 0  # the number of optimizer steps that the model's weights have had
         self._handed_over: int | None = None  # the version last handed over; None: none yet
         self.hand_over_seconds = 0.0
-        threads = recipe.rollout.per_device_generation_batch_size * world.tensor_group_count
-        keeps = recipe.rollout.in_flight == "keep"
-        self._in_flight = InFlight(self._complete, threads, keeps)
+        threads = recipe.rollout.per_device_generation_batch_size
+        self._pool = DaemonPool(threads)  # for the requests of this rank, which `sample` waits for
+        ahead = DaemonPool(threads * world.tensor_group_count)  # for those of all ranks
+        self._in_flight = InFlight(self._complete, ahead, recipe.rollout.in_flight == "keep")
         # a request's name -> its completion in the checkpoint that the run resumes from
         self._recalled: dict[str, Sampled] = {}
         self._recalled_steps = set[int]()  # the `prompts_step` of each of these
@@ -485,7 +484,7 @@ class VllmEngine:
         """
         for folder in self._older:
             shutil.rmtree(folder, ignore_errors=True)
-        needed = {self._name, *self._in_flight.list_weights()}
+        needed = {self._name, *(line["weights"] for line in self.describe_lines())}
         self._older = {folder for folder in self._folder.glob("*") if folder.name not in needed}
 
     def _require_servers(self) -> None:
@@ -549,7 +548,7 @@ class VllmEngine:
         Weights of earlier names are then removed. The main rank calls it.
         """
         weights = self._export(folder)
-        is_paused = self._pause()
+        is_paused = self._in_flight.close(self._pause, CLOSED_SECONDS)
 
         def load(server: VllmServer) -> None:
             """Has a server load the weights, and resumes it if it was paused."""
@@ -590,23 +589,10 @@ class VllmEngine:
         shutil.rmtree(folder / MODEL)
         return weights
 
-    def _pause(self) -> bool:
-        """Waits until no server has a request in flight; returns whether it had to pause them.
-
-        If requests are in flight, servers are paused: they interrupt these requests, and answer
-        nothing until they are resumed.
-        """
-        is_paused = False
-
-        def pause() -> None:
-            """Pauses all servers."""
-            nonlocal is_paused
-            for server in self._servers:
-                server.send("/pause?mode=abort", {})
-            is_paused = True
-
-        self._in_flight.close(pause, CLOSED_SECONDS)
-        return is_paused
+    def _pause(self) -> None:
+        """Pauses all servers: they interrupt requests, and answer none until they are resumed."""
+        for server in self._servers:
+            server.send("/pause?mode=abort", {})
 
     def _refuse_stale(self) -> None:
         """Raises `UserError` if a server no longer has the weights that it was given."""
@@ -621,15 +607,12 @@ class VllmEngine:
         """Returns a completion of each request: one kept under these weights, or a new one."""
         names = [_name_request(request, sampling) for request in requests]
         known = self._read_answers(self._name)
-        unknown = {}
-        for name, request in zip(names, requests, strict=True):
-            if name not in known:
-                unknown[name] = request
-        answers = start_all(
-            [partial(self._complete, request, sampling) for request in unknown.values()],
-            self._recipe.rollout.per_device_generation_batch_size,
-        )
-        for name, answer in zip(unknown, answers, strict=True):
+        answers = {
+            name: self._pool.submit(partial(self._complete, request, sampling))
+            for name, request in zip(names, requests, strict=True)
+            if name not in known
+        }
+        for name, answer in answers.items():
             known[name] = wait_for(answer, self._require_servers)
             self._note(self._folder / self._name, name, known[name])
         return [known[name] for name in names]

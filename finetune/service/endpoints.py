@@ -12,6 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -219,7 +220,7 @@ def create_session(service: Service, sent: Sent) -> Body:
         "at": time.time(),
     }
     service.finish_silent_sessions()
-    with ledger.locked():  # so that no other thread opens a session between count and write
+    with ledger.lock:  # so that no other thread opens a session between count and write
         sessions = ledger.records("session").values()
         count = sum(not session["finished"] for session in sessions)
         if count >= service.most_sessions:
@@ -307,11 +308,23 @@ def create_model(service: Service, sent: Sent) -> Body:
     model = f"{request.session_id}:train:{request.model_seq_id}"
     seed = service.seed_of(f"train:{request.model_seq_id}") if config.seed is None else config.seed
     form = AdapterForm(config.rank, seed, config.train_mlp, config.train_attn)
-    body = service.describe_model(request.session_id, form, request.user_metadata)
+    body = _describe_model(request.session_id, form, request.user_metadata)
     service.ledger.accept(
         f"{model}:0", model, 0, "create", {"from": None}, {("model", model): body}
     )
     return {"request_id": f"{model}:0", "model_id": model}
+
+
+def _describe_model(session: str, form: AdapterForm, metadata: Mapping[str, Any] | None) -> Body:
+    """Returns the record of a new model, which has no state yet."""
+    return {
+        "session": session,
+        "form": asdict(form),
+        "user_metadata": _make_texts(metadata),
+        "state": None,
+        "bytes": 0,
+        "at": time.time(),
+    }
 
 
 def find_model(service: Service, name: object) -> Body:
@@ -450,15 +463,14 @@ def load_weights(service: Service, sent: Sent) -> Body:
     if request.session_id is not None:
         find_session(service, request.session_id)
         model = f"{request.session_id}:train:{request.model_seq_id}"
-        body = service.describe_model(
-            request.session_id, AdapterForm(**saved["form"]), request.user_metadata
-        )
+        form = AdapterForm(**saved["form"])
+        body = _describe_model(request.session_id, form, request.user_metadata)
         records = {("model", model): body}
         service.ledger.accept(f"{model}:0", model, 0, "load", arguments, records)
         return {"request_id": f"{model}:0", "model_id": model}
     model_request = read_body(OfModel, {"model_id": request.model_id, "seq_id": request.seq_id})
-    form = find_model(service, request.model_id)["form"]
-    if saved["form"] != form | {"seed": saved["form"]["seed"]}:  # they may differ in the seed
+    model_form = find_model(service, request.model_id)["form"]
+    if saved["form"] != model_form | {"seed": saved["form"]["seed"]}:  # they may differ in the seed
         raise UserError(f"{request.path}: is an adapter of another rank or of other layers")
     return _promise(service, model_request, "load", arguments)
 

@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 from finetune.errors import UserError
 
 RESULTS_KEPT_SECONDS = 24 * 3600.0
-REFUSED = (
-    sqlite3.OperationalError
-)  # raised where the disk takes no change, mostly because it is full
+# raised where the disk takes no change, mostly because it is full
+REFUSED = sqlite3.OperationalError
 
 # An operation that can do several requests at once -> the arguments that must be equal in them.
 EQUAL_ARGUMENTS = {
     "sample": ("sampler", "temperature", "stop_ids"),
     "forward_backward": ("loss", "options"),
 }
+USES_GRADIENTS = ("forward_backward", "optim_step", "load")  # add gradients, use or drop them
 SAMPLED_TOGETHER = 256  # the most requests of a sampler that are done at once
 
 SCHEMA = """
@@ -93,7 +93,7 @@ class Ledger:
             most_tokens: The most tokens that requests done at once may have together. A request
                 alone may have more.
         """
-        self._lock = threading.Condition()
+        self.lock = threading.Condition()  # other threads wait while one has it
         self._path = path
         self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._database.execute("PRAGMA journal_mode=WAL")
@@ -134,7 +134,7 @@ class Ledger:
 
         Raises `REFUSED` if the disk takes no change.
         """
-        with self._lock:
+        with self.lock:
             self._database.execute("BEGIN IMMEDIATE")
             try:
                 yield self._database
@@ -163,7 +163,7 @@ class Ledger:
 
     def find(self, kind: str, name: object) -> dict[str, Any]:
         """Reads a record. Raises `UserError` if there is none."""
-        with self._lock:
+        with self.lock:
             row = self._database.execute(
                 "SELECT body FROM record WHERE kind = ? AND id = ?", [kind, str(name)]
             ).fetchone()
@@ -173,25 +173,19 @@ class Ledger:
         return body
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Locks the ledger: other threads wait while the block reads and writes."""
-        with self._lock:
-            yield
-
-    @contextmanager
     def change(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
         """Yields a record for the block to change, and writes it afterwards.
 
         Other threads wait meanwhile. Raises `UserError` if there is no such record.
         """
-        with self._lock:
+        with self.lock:
             body = self.find(kind, name)
             yield body
             self.put(kind, name, body)
 
     def records(self, kind: str) -> dict[str, dict[str, Any]]:
         """Reads all records of a kind: id -> body."""
-        with self._lock:
+        with self.lock:
             rows = self._database.execute(
                 "SELECT id, body FROM record WHERE kind = ?", [kind]
             ).fetchall()
@@ -227,7 +221,7 @@ class Ledger:
         Raises:
             UserError: Too many requests wait.
         """
-        with self._lock:
+        with self.lock:
             accepted = self._database.execute("SELECT 1 FROM request WHERE id = ?", [name])
             if accepted.fetchone():
                 return
@@ -243,7 +237,7 @@ class Ledger:
                     _put(database, kind, record, body)
             number = int(cursor.lastrowid or 0)
             self._waiting[number] = QueuedRequest(number, name, queue, seq, operation, arguments)
-            self._lock.notify_all()
+            self.lock.notify_all()
 
     def take(self, seconds: float) -> list[QueuedRequest]:
         """Waits up to `seconds` for requests that can be done.
@@ -253,8 +247,8 @@ class Ledger:
             as waiting: the caller gives each of them to `finish`, and calls this again only once
             `write_results` has returned True.
         """
-        with self._lock:
-            self._lock.wait_for(self._find_ready, seconds)
+        with self.lock:
+            self.lock.wait_for(self._find_ready, seconds)
             return self._find_ready()
 
     def _find_ready(self) -> list[QueuedRequest]:
@@ -286,12 +280,12 @@ class Ledger:
 
     def find_ready_queues(self) -> set[str]:
         """Finds the queues that have a request whose turn it is."""
-        with self._lock:
+        with self.lock:
             return {each.queue for each in self._waiting.values() if self._is_next(each)}
 
     def find_waiting_arguments(self, operation: str, name: str) -> set[Any]:
         """Finds the values of an argument in the requests of an operation that are to be done."""
-        with self._lock:
+        with self.lock:
             waiting = [each for each in self._waiting.values() if each.operation == operation]
             return {each.arguments[name] for each in waiting}
 
@@ -301,8 +295,7 @@ class Ledger:
         result: Result,
         records: Mapping[tuple[str, str], Mapping[str, Any]],
         *,
-        keeps_gradients: bool = False,
-        drops_gradients: bool = False,
+        adds_gradients: bool = False,
     ) -> bool:
         """Writes a request's result, in one transaction with the records that it changes.
 
@@ -312,17 +305,15 @@ class Ledger:
             request: A request that `take` returned.
             result: The answer to the client.
             records: The changed records: (kind, id) -> body.
-            keeps_gradients: The request added gradients, and is done again after a restart.
-            drops_gradients: The gradients of the request's model were used or lost: the requests
-                that made them are not done again.
+            adds_gradients: The request added gradients, and is done again after a restart. Any
+                other result of an operation of USES_GRADIENTS means that the model's gradients were
+                used or lost: the requests that made them are not done again.
 
         Returns:
             Whether they are written, as `write_results`.
         """
-        write = partial(
-            self._write_result, request, result, records, keeps_gradients, drops_gradients
-        )
-        with self._lock:
+        write = partial(self._write_result, request, result, records, adds_gradients)
+        with self.lock:
             self._unwritten.append(write)
         return self.write_results()
 
@@ -332,7 +323,7 @@ class Ledger:
         What cannot be written is kept in memory for the next call. The first failure is printed,
         not the next ones.
         """
-        with self._lock:
+        with self.lock:
             try:
                 while self._unwritten:
                     self._unwritten[0]()
@@ -355,8 +346,7 @@ class Ledger:
         request: QueuedRequest,
         result: Result,
         records: Mapping[tuple[str, str], Mapping[str, Any]],
-        keeps_gradients: bool,
-        drops_gradients: bool,
+        adds_gradients: bool,
     ) -> None:
         """Writes a result as `finish` does, whose arguments these are. The caller has the lock.
 
@@ -365,15 +355,15 @@ class Ledger:
         if request.number not in self._waiting:
             return
         with self._transaction() as database:
-            if drops_gradients:
+            if request.operation in USES_GRADIENTS and not adds_gradients:
                 database.execute(
                     "UPDATE request SET status = ?, arguments = NULL "
                     "WHERE queue = ? AND status = ?",
                     [DONE, request.queue, AGAIN],
                 )
             if not request.is_again:
-                arguments = json.dumps(request.arguments) if keeps_gradients else None
-                status = AGAIN if keeps_gradients else DONE
+                arguments = json.dumps(request.arguments) if adds_gradients else None
+                status = AGAIN if adds_gradients else DONE
                 database.execute(
                     "UPDATE request SET status = ?, arguments = ?, media = ?, result = ?, "
                     "at = ? WHERE number = ?",
@@ -390,7 +380,7 @@ class Ledger:
 
         Raises `UserError` for a request that was never accepted, or was forgotten.
         """
-        with self._lock:
+        with self.lock:
             row = self._database.execute(
                 "SELECT status, media, result FROM request WHERE id = ?", [str(name)]
             ).fetchone()
@@ -401,7 +391,7 @@ class Ledger:
 
     def close(self) -> None:
         """Closes the database."""
-        with self._lock:
+        with self.lock:
             self._database.close()
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from finetune.config.facts import is_random
 from finetune.config.pretrained import read_positions, text_config_of
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import end_of_answer_ids
@@ -19,7 +20,7 @@ from finetune.errors import AgreedError
 from finetune.models.cross_entropy import HeadFunction
 from finetune.models.log_probabilities import choose_label_head, head_log_probabilities, head_top
 from finetune.rollout.embedded import EmbeddedEngine
-from finetune.rollout.engine import Ended, Request, Sampled, Sampling
+from finetune.rollout.engine import Ended, Request, Sampled, Sampling, sample_shares
 from finetune.service.adapters import AdapterForm, Adapters
 from finetune.service.datums import Limits, group_by_datum, make_batch
 from finetune.service.losses import LOSSES
@@ -27,7 +28,6 @@ from finetune.service.served_adapters import ServedAdapters
 from finetune.service.stack import AdapterStack, can_stack
 from finetune.session import Gradients, Session
 from finetune.training.objectives.objective import Measured
-from finetune.training.objectives.user_loss import LossFunction
 from finetune.training.reference import evaluating
 
 Answer = dict[str, Any]
@@ -51,6 +51,7 @@ class Operations:
         keys = replace(session.recipe.optimization, on_nonfinite="skip", max_skipped_steps=2**31)
         session.recipe = replace(session.recipe, optimization=keys)
         self.session = session
+        _turn_off_dropout(session.model)
         self._adapters = Adapters(session, folder)
         self._gradients: dict[str, Gradients] = {}  # model -> gradients since its last update
         config: Any = unwrap(session.model).config
@@ -58,7 +59,7 @@ class Operations:
         longest = min(max_length, read_positions(config) or max_length)
         self.limits = Limits(vocabulary=text_config_of(config).vocab_size, tokens=longest)
         self._samples_here = vllm_server is None
-        self._served: ServedAdapters | None = None  # on rank 0, if a vLLM server samples
+        self._served: Any = None  # on rank 0 a `ServedAdapters`, if a vLLM server samples
         if vllm_server is not None and session.world.is_main:
             self._served = ServedAdapters(
                 vllm_server, session.recipe, folder, self.limits.vocabulary
@@ -72,16 +73,12 @@ class Operations:
         """
         return OPERATIONS[operation](self, **_with_form(arguments))
 
-    def create(self, state: str | None, form: AdapterForm, target: str) -> Answer:
-        """Writes the first state of a model: a new adapter, or a copy of `state`."""
-        self._adapters.activate(state, form)
-        return {"bytes": self._adapters.store(target, form, with_optimizer=False)}
-
     def load(
-        self, model: str, state: str, form: AdapterForm, target: str, optimizer: bool
+        self, model: str, state: str | None, form: AdapterForm, target: str, optimizer: bool = False
     ) -> Answer:
         """Copies `state` to the model's next state `target`, and drops the model's gradients.
 
+        state: None: a new adapter.
         optimizer: Whether the optimizer's moments and steps are copied; else they become 0.
         """
         self._adapters.activate(state, form)
@@ -152,7 +149,9 @@ class Operations:
             session.give_gradients(earlier)
         logprobs: dict[int, list[Any]] = {}
         measure = _make_measure(loss, options, data, logprobs)
-        measured = session.forward_backward(batch, _sum_over_positions(measure))
+        measured = session.forward_backward(
+            batch, lambda values, micro_batch: measure(values, micro_batch).sum()
+        )
         self._gradients[model] = session.take_gradients()
         return {"loss": measured.loss, "log_probabilities": self._gather(logprobs, len(data))}
 
@@ -238,13 +237,13 @@ class Operations:
             unsharded: Parameter name -> gradient to add.
             backward: The batch that went backward, and the model's loss on this rank.
         """
-        tensors: list[Tensor | None] = [*self._adapters.shard_gradients(unsharded)]
-        earlier = self._gradients.get(model, Gradients([None] * len(tensors), []))
-        for index, gradient in enumerate(earlier.tensors):
-            added = tensors[index]
-            if gradient is not None and added is not None:
-                tensors[index] = gradient + added
-        self._gradients[model] = Gradients(tensors, [*earlier.backward, backward])
+        added = self._adapters.shard_gradients(unsharded)
+        earlier = self._gradients.get(model, Gradients([None] * len(added), []))
+        sums: list[Tensor | None] = [
+            new if old is None else old + new
+            for old, new in zip(earlier.tensors, added, strict=True)
+        ]
+        self._gradients[model] = Gradients(sums, [*earlier.backward, backward])
 
     def optim_step(
         self, model: str, state: str, form: AdapterForm, target: str, params: Mapping[str, float]
@@ -304,9 +303,9 @@ class Operations:
             stop_ids: The ids that end a completion; None: those that end a turn.
 
         Returns:
-            {"sampled": the completions of all requests in order, as `Sampled.as_json` writes them;
-            "prompts": the log-probabilities of each prompt that is scored; "tops": what `_find_top`
-            returns for the prompts with a `top_prompt`}.
+            {"sampled": the completions of all requests in order; "prompts": the log-probabilities
+            of each prompt that is scored; "tops": what `_find_top` returns for the prompts with a
+            `top_prompt`}.
         """
         session = self.session
         if stop_ids is None:
@@ -323,11 +322,15 @@ class Operations:
         if self._samples_here or scored_prompts or with_top:
             self._adapters.activate(state, form)
         if self._samples_here:
-            sampled = self._sample_here(completions, sampling, stop_ids)
+            rows = session.recipe.rollout.per_device_generation_batch_size
+            engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
+            with session.computing():
+                sampled = sample_shares(engine, session.world, sampling, completions)
         else:
-            sampled = RankGroup(session.world).on_main(
-                lambda: self._sample_there(state, completions, sampling, stop_ids)
+            answers = RankGroup(session.world).on_main(
+                lambda: self._served.sample(state, completions, sampling, stop_ids)
             )
+            sampled = [Sampled.of_json(answer) for answer in answers]
         top_prompts = [request["prompt"] for request in with_top]
         widths = [request["top_prompt"] for request in with_top]
         return {
@@ -335,37 +338,6 @@ class Operations:
             "prompts": self._run_head(scored_prompts, head_log_probabilities),
             "tops": self._find_top(top_prompts, widths),
         }
-
-    def _sample_here(
-        self, requests: Sequence[Request], sampling: Sampling, stop_ids: Sequence[int]
-    ) -> list[Answer]:
-        """Samples with the session's model; each data-parallel rank samples a part of the requests.
-
-        Returns:
-            The completion of each request, in the order of the requests.
-        """
-        session = self.session
-        rows = session.recipe.rollout.per_device_generation_batch_size
-        engine = EmbeddedEngine(session.model, session.world, stop_ids, rows)
-        group = session.world.data_parallel
-        with session.computing():
-            sampled = engine.sample(requests[group.rank :: group.size], sampling)
-        by_rank = session.world.gather([completion.as_json() for completion in sampled])
-        replicas = len(by_rank) // group.size  # adjacent ranks that sampled the same requests
-        by_share = by_rank[::replicas]
-        return [by_share[i % group.size][i // group.size] for i in range(len(requests))]
-
-    def _sample_there(
-        self,
-        state: str | None,
-        requests: Sequence[Request],
-        sampling: Sampling,
-        stop_ids: Sequence[int],
-    ) -> list[Answer]:
-        """Samples with the vLLM server, as `_sample_here`. Only rank 0 calls it."""
-        assert self._served is not None
-        sampled = self._served.sample(state, requests, sampling, stop_ids)
-        return [completion.as_json() for completion in sampled]
 
     def _find_top(
         self, prompts: Sequence[Sequence[int]], widths: Sequence[int]
@@ -390,7 +362,11 @@ class Operations:
         Returns:
             For each prompt, a result for each of these tokens; empty for a prompt of one token.
         """
-        data = [_as_datum(prompt) for prompt in prompts if len(prompt) > 1]
+        data = [
+            {"tokens": prompt[:-1], "inputs": {"target_tokens": prompt[1:]}}
+            for prompt in prompts
+            if len(prompt) > 1
+        ]
         if not data:
             return [[] for _ in prompts]
         session = self.session
@@ -417,7 +393,7 @@ class Operations:
 
 
 OPERATIONS: Mapping[str, Callable[..., Answer]] = {
-    "create": Operations.create,
+    "create": Operations.load,
     "load": Operations.load,
     "drop_gradients": Operations.drop_gradients,
     "forward": Operations.forward,
@@ -426,6 +402,14 @@ OPERATIONS: Mapping[str, Callable[..., Answer]] = {
     "optim_step": Operations.optim_step,
     "sample": Operations.sample,
 }
+
+
+def _turn_off_dropout(model: nn.Module) -> None:
+    """Sets all dropouts of the base to 0: a loss depends on a client's data and adapter alone."""
+    for holder in (text_config_of(unwrap(model).config), *model.modules()):
+        for name, value in list(vars(holder).items()):
+            if is_random(name, value) or (isinstance(holder, nn.Dropout) and name == "p"):
+                setattr(holder, name, 0.0)
 
 
 def _with_form(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -468,11 +452,6 @@ def _make_measure(
     return measure
 
 
-def _sum_over_positions(measure: TokenMeasure) -> LossFunction:
-    """Makes the loss function for `Session.forward_backward`, a sum over positions."""
-    return lambda log_probabilities, micro_batch: measure(log_probabilities, micro_batch).sum()
-
-
 def _sum_by_adapter(
     losses: Tensor, micro_batch: MicroBatch, owners: Sequence[int], count: int
 ) -> Tensor:
@@ -494,11 +473,6 @@ def _sum_by_adapter(
     assert documents is not None
     adapters = torch.tensor([owners[i] for i in micro_batch.example_ids], device=sums.device)
     return sums.index_add(0, adapters[documents], losses)
-
-
-def _as_datum(prompt: Sequence[int]) -> dict[str, Any]:
-    """Makes a datum whose targets are the tokens of a prompt after the first."""
-    return {"tokens": prompt[:-1], "inputs": {"target_tokens": prompt[1:]}}
 
 
 def cut_at(sampled: Sampled, texts: Sequence[str], decode: Callable[[list[int]], str]) -> Sampled:

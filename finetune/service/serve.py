@@ -36,7 +36,6 @@ from finetune.run import launch_script
 from finetune.units import read_size
 
 if TYPE_CHECKING:
-    from finetune.distributed.world import World
     from finetune.service.operations import Operations
 
 KEY = "FINETUNE_API_KEY"  # the environment variable of the secret that clients send
@@ -69,9 +68,6 @@ def serve_training_command(options: argparse.Namespace) -> int:
 def prepare(recipe: Recipe) -> Recipe:
     """Returns the recipe without data sets, since clients send the data.
 
-    The base's own attention dropout is left out: a loss depends on a client's data and adapter
-    alone.
-
     Raises `UserError` for a recipe without adapters, and for keys that a service does not support.
     """
     lora = recipe.lora
@@ -92,17 +88,15 @@ def prepare(recipe: Recipe) -> Recipe:
         "neftune_noise_alpha": recipe.optimization.neftune_noise_alpha,
         "quantization_aware_training": recipe.quantization_aware.quantization_aware_training,
         "optim_in_backward": recipe.optimization.optim_in_backward,
+        "optim_offload": recipe.optimization.optim_offload != "none",
     }
     refused = [name for name, value in values.items() if value]
-    if recipe.optimization.optim_offload != "none":
-        refused.append("optim_offload")
     if refused:
         raise UserError(
             f"serve-training: {', '.join(refused)}: cannot be combined with it; leave them out"
         )
     data = replace(recipe.data, datasets=(), eval_datasets=(), eval_split_size=None)
-    model = replace(recipe.model, attention_dropout=0.0)
-    return replace(recipe, data=data, model=model)
+    return replace(recipe, data=data)
 
 
 def refuse_layout(sharding: Sharding) -> None:
@@ -176,11 +170,6 @@ def _collect_signals() -> list[int]:
     return received
 
 
-def _announce(world: "World", operation: str, arguments: Mapping[str, Any] | None = None) -> None:
-    """Sends an operation, NOTHING or STOP to the other ranks, which wait for it in `_follow`."""
-    world.broadcast([operation, arguments])
-
-
 def _follow(operations: "Operations") -> None:
     """Does the operations that rank 0 announces, until STOP."""
     from finetune.service.failure import sharing_failure, watch_for_failure
@@ -220,7 +209,7 @@ def _lead(
 
     def run_on_all(operation: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         with sharing_failure(world):
-            _announce(world, operation, arguments)
+            world.broadcast([operation, arguments])  # which the other ranks await in `_follow`
             return operations.run(operation, arguments)
 
     service = Service(
@@ -240,10 +229,10 @@ def _lead(
     print(f"clients TINKER_BASE_URL={url} TINKER_API_KEY={shown_key}", flush=True)
     while not signals:
         if not service.work(TURN_SECONDS):
-            _announce(world, NOTHING)  # a collective of idle ranks would time out
+            world.broadcast([NOTHING, None])  # a collective of idle ranks would time out
     server.should_exit = True
     service.ledger.close()
-    _announce(world, STOP)
+    world.broadcast([STOP, None])
 
 
 if __name__ == "__main__":

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from finetune.config.schema import Recipe
 from finetune.errors import UserError
 from finetune.export.export import export_for_vllm
-from finetune.rollout.engine import Request, Sampled, Sampling
+from finetune.rollout.engine import Request, Sampling
 from finetune.rollout.vllm import VllmServer
 from finetune.rollout.vllm_answers import ServedModels
 
@@ -45,12 +46,16 @@ class ServedAdapters:
         requests: Sequence[Request],
         sampling: Sampling,
         stop_ids: Sequence[int],
-    ) -> list[Sampled]:
-        """Samples a completion of each request with the adapter in a state; None: with the base."""
+    ) -> list[dict[str, Any]]:
+        """Samples a completion of each request with the adapter in a state; None: with the base.
+
+        Returns the completions as `Sampled.as_json` writes them.
+        """
         model = self._base if state is None else self._load(state)
 
-        def complete(request: Request) -> Sampled:
-            return self._server.complete(model, request, sampling, stop_ids, self._vocabulary)
+        def complete(request: Request) -> dict[str, Any]:
+            sampled = self._server.complete(model, request, sampling, stop_ids, self._vocabulary)
+            return sampled.as_json()
 
         with ThreadPoolExecutor(self._threads) as pool:
             return list(pool.map(complete, requests))

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -28,8 +29,6 @@ LOCAL = ("127.0.0.1", "localhost", "::1", "[::1]")  # hosts in URLs that mean th
 
 Act = Callable[[Mapping[str, Any]], Awaitable[Response]]  # decoded request -> response
 Decode = Callable[[bytes], dict[str, Any]]  # a request's body -> its fields
-# Path -> the decoder of a body that is not JSON.
-DECODERS: Mapping[str, Decode] = {"forward_backward": read_forward_backward}
 
 
 class Border:
@@ -46,9 +45,8 @@ class Border:
         """
         self._service = service
         self._key = key
-        self._lock = threading.Lock()
-        # what `_next_change` returned since the last change, each with the loop that waits for it
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which requests are answered
+        self._change = asyncio.Event()  # the next new result of the ledger, of any request
         service.ledger.on_change = self._wake
 
     def make_app(self) -> Starlette:
@@ -60,7 +58,8 @@ class Border:
         acts["POST", "retrieve_future"] = self._retrieve
         routes = []
         for (method, path), act in acts.items():
-            serve = partial(self._serve, act, DECODERS.get(path, _decode_json))
+            decode = read_forward_backward if path == "forward_backward" else _decode_json
+            serve = partial(self._serve, act, decode)
             routes.append(Route(API + path, serve, methods=[method]))
         return Starlette(
             routes=routes, exception_handlers={404: _answer_unknown, 405: _answer_unknown}
@@ -115,43 +114,29 @@ class Border:
         After LONGEST_WAIT_SECONDS it asks the client to try again.
         """
         name = sent.get("request_id")
-        clock = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
+        clock = self._loop.time
         deadline = clock() + LONGEST_WAIT_SECONDS
         while True:
-            change = (
-                self._next_change()
-            )  # first, so that a result after the next line ends the wait
+            change = self._change  # first, so that a result after the next line ends the wait
             result: Result | None = await run_in_threadpool(self._service.ledger.result, name)
             if result is not None:
                 return Response(result.content, media_type=result.media)
             if clock() >= deadline:
                 break
-            await asyncio.wait([change], timeout=deadline - clock())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(change.wait(), deadline - clock())
         waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}
         return JSONResponse(waiting, 408)
 
-    def _next_change(self) -> "asyncio.Future[None]":
-        """Returns a future that is done once the ledger has a new result, of any request."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
-        with self._lock:
-            self._waiting.append((loop, future))
-        return future
-
     def _wake(self) -> None:
-        """Completes the futures of `_next_change`. The thread that wrote a result calls this."""
-        with self._lock:
-            waiting = self._waiting
-            self._waiting = []
-        for loop, future in waiting:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(_complete, future)
+        """Ends the waits of `_retrieve`. The thread that wrote a result calls this."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._replace_change)
 
-
-def _complete(future: "asyncio.Future[None]") -> None:
-    """Completes a future, unless it is done."""
-    if not future.done():
-        future.set_result(None)
+    def _replace_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
 
 def _make_error(status: int, error: str, category: str = "user") -> Response:

@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ from finetune.distributed.model_parts import unwrap
 from finetune.errors import UserError
 from finetune.files.durable import make_folder, remove_tree
 from finetune.models.lora import seed_of
-from finetune.rollout.engine import Sampled
-from finetune.service.adapters import AdapterForm
-from finetune.service.ledger import REFUSED, Ledger, QueuedRequest, Result
+from finetune.service.ledger import REFUSED, USES_GRADIENTS, Ledger, QueuedRequest, Result
 from finetune.service.operations import Operations, cut_at
 from finetune.service.wire import PROTOBUF, TopTokens, write_forward_backward, write_samples
 from finetune.units import disk_size
@@ -25,7 +23,6 @@ SAMPLERS_KEPT = 32  # of each model, the samplers that were saved without a chec
 MOST_WAITING = 10_000  # requests
 SILENT_SECONDS = 3600.0  # a session is finished after so long without a word of its client
 TIDY_SECONDS = 3600.0  # old results and expired checkpoints are removed this often
-USES_GRADIENTS = ("forward_backward", "optim_step", "load")  # add gradients, use or drop them
 # The arguments of a request "sample" that differ between requests of one pass.
 SAMPLE_ARGUMENTS = ("prompt", "samples", "max_tokens", "seed", "scores_prompt", "top_prompt")
 Records = dict[tuple[str, str], Mapping[str, Any]]  # (kind, id) -> body, as in the ledger
@@ -96,20 +93,6 @@ class Service:
         """
         return seed_of(self._seed, name)
 
-    def describe_model(
-        self, session: str, form: AdapterForm, metadata: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        """Returns the record of a new model, which has no state yet."""
-        texts = None if metadata is None else {key: str(value) for key, value in metadata.items()}
-        return {
-            "session": session,
-            "form": asdict(form),
-            "user_metadata": texts,
-            "state": None,
-            "bytes": 0,
-            "at": time.time(),
-        }
-
     def work(self, seconds: float) -> bool:
         """Does the next request, or several together; returns False if none came in `seconds`.
 
@@ -144,7 +127,7 @@ class Service:
     def finish_silent_sessions(self) -> None:
         """Finishes the sessions whose clients were not heard for SILENT_SECONDS."""
         silent_since = time.monotonic() - SILENT_SECONDS
-        with self.ledger.locked():
+        with self.ledger.lock:
             for name, session in self.ledger.records("session").items():
                 if not session["finished"] and self.heard[name] < silent_since:
                     self.ledger.put("session", name, session | {"finished": True})
@@ -189,8 +172,7 @@ class Service:
         """
         result = _make_json_result({"error": error, "category": category})
         for request in requests:
-            drops_gradients = request.operation in USES_GRADIENTS
-            self.ledger.finish(request, result, {}, drops_gradients=drops_gradients)
+            self.ledger.finish(request, result, {})
 
     def _do(self, requests: Sequence[QueuedRequest]) -> None:
         """Does one request about a model, or `forward_backward` of several."""
@@ -203,13 +185,8 @@ class Service:
             result, records = self._save(request)
         else:
             result, records = self._train(request)
-        makes_gradients = operation == "forward_backward"
         is_written = self.ledger.finish(
-            request,
-            result,
-            records,
-            keeps_gradients=makes_gradients,
-            drops_gradients=operation in USES_GRADIENTS and not makes_gradients,
+            request, result, records, adds_gradients=operation == "forward_backward"
         )
         if operation in ("optim_step", "load") and is_written:  # else no record has the new state
             self._remove_unused()
@@ -237,7 +214,7 @@ class Service:
         if can_be_first:
             arguments["state"] = more_arguments.pop("from")
         path = more_arguments.pop("path", None)  # only for the reply
-        if operation not in ("forward", "create"):
+        if operation != "forward":
             arguments["model"] = name
         writes_state = operation in ("create", "load", "optim_step")
         if writes_state:
@@ -269,7 +246,7 @@ class Service:
                 self._answer(self._do, [request])
             return
         for request, answer in zip(requests, together["answers"], strict=True):
-            self.ledger.finish(request, _make_output_result(answer), {}, keeps_gradients=True)
+            self.ledger.finish(request, _make_output_result(answer), {}, adds_gradients=True)
 
     def _describe_part(self, request: QueuedRequest) -> dict[str, Any]:
         """Returns a request as one of the `parts` of `Operations.forward_backward_together`."""
@@ -301,51 +278,30 @@ class Service:
             The result, and the new record.
         """
         model = self._find_started(request)
-        if request.arguments["name"] is None:
-            return self._save_for_sampler(request, model)
-        return self._save_by_name(request, model)
-
-    def _save_for_sampler(
-        self, request: QueuedRequest, model: Mapping[str, Any]
-    ) -> tuple[Result, Records]:
-        """Makes the record of a sampler; returns the result and the record."""
         arguments = request.arguments
-        sampler = f"{model['session']}:sample:{arguments['sampler_seq']}"
-        record = {
-            "state": model["state"],
-            "form": model["form"],
-            "session": model["session"],
-            "path": None,
-            "clones": 0,
-            "model": request.queue,
-            "at": time.time(),
-        }
-        answer = {"type": _name_answer(arguments), "sampling_session_id": sampler}
-        return _make_json_result(answer), {("sampler", sampler): record}
-
-    def _save_by_name(
-        self, request: QueuedRequest, model: Mapping[str, Any]
-    ) -> tuple[Result, Records]:
-        """Makes the record of a checkpoint; returns the result and the record."""
-        arguments = request.arguments
-        path = f"tinker://{request.queue}/{arguments['segment']}/{arguments['name']}"
+        name = arguments["name"]
+        segment = arguments["segment"]
+        now = time.time()
+        record = {"state": model["state"], "form": model["form"], "model": request.queue, "at": now}
+        answer = {"type": "save_weights" if segment == "weights" else "save_weights_for_sampler"}
+        if name is None:
+            sampler = f"{model['session']}:sample:{arguments['sampler_seq']}"
+            record |= {"session": model["session"], "path": None, "clones": 0}
+            answer["sampling_session_id"] = sampler
+            return _make_json_result(answer), {("sampler", sampler): record}
+        path = f"tinker://{request.queue}/{segment}/{name}"
         existing = self.ledger.records("checkpoint").get(path)
         if not arguments["overwrite"] and existing is not None and not has_expired(existing):
             raise UserError(f"{path}: exists; choose another name, or overwrite it")
         ttl = arguments["ttl_seconds"]  # None: the checkpoint does not expire
-        now = time.time()
-        record = {
-            "state": model["state"],
-            "form": model["form"],
-            "model": request.queue,
+        record |= {
             "bytes": model["bytes"],
-            "at": now,
             "expires": None if ttl is None else now + ttl,
-            "segment": arguments["segment"],
-            "name": arguments["name"],
+            "segment": segment,
+            "name": name,
             "user_metadata": arguments["user_metadata"],
         }
-        answer = {"type": _name_answer(arguments), "path": path}
+        answer["path"] = path
         return _make_json_result(answer), {("checkpoint", path): record}
 
     def _sample(self, requests: Sequence[QueuedRequest]) -> None:
@@ -370,10 +326,9 @@ class Service:
         top_tokens = iter(answer["tops"])
         for request in requests:
             wanted = request.arguments
-            uncut = [Sampled.of_json(next(sampled)) for _ in range(wanted["samples"])]
             completions = [
                 cut_at(completion, wanted["stop_texts"], self._tokenizer.decode)
-                for completion in uncut
+                for completion in islice(sampled, wanted["samples"])
             ]
             scores = next(prompt_scores) if wanted["scores_prompt"] else None
             width = wanted["top_prompt"]
@@ -409,7 +364,7 @@ class Service:
             self._forget_old_samplers()
             self._forget_expired()
         ledger = self.ledger
-        with ledger.locked():
+        with ledger.lock:
             users = [*self._read_users("model").values(), *self._read_users("sampler").values()]
             checkpoints = ledger.records("checkpoint").values()
             loaded = ledger.find_waiting_arguments("load", "from")
@@ -425,7 +380,7 @@ class Service:
 
         kind: "model" or "sampler".
         """
-        with self.ledger.locked():
+        with self.ledger.lock:
             records = self.ledger.records(kind)
             sessions = self.ledger.records("session")
             ready = self.ledger.find_ready_queues()
@@ -476,13 +431,6 @@ def _name_tokenizer(model: str) -> str:
 def _make_output_result(answer: Mapping[str, Any]) -> Result:
     """Makes the result of a `forward` or `forward_backward`: a protocol buffer."""
     return Result(PROTOBUF, write_forward_backward(answer["log_probabilities"], answer["loss"]))
-
-
-def _name_answer(arguments: Mapping[str, Any]) -> str:
-    """Returns the API's type of the answer to a "save" with these arguments."""
-    if arguments["segment"] == "weights":
-        return "save_weights"
-    return "save_weights_for_sampler"
 
 
 def _make_json_result(content: Mapping[str, Any]) -> Result:

@@ -7,12 +7,12 @@ adapters. The model's own adapter is not used.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from finetune.config.module_names import is_adapter
 from finetune.config.schema import Recipe
 from finetune.constants import ADAPTER_NAME
 from finetune.data.batches import MicroBatch
@@ -49,12 +49,11 @@ class AdapterStack:
         """
         transformer = unwrap(model)
         device = next(iter(adapters[0].values())).device
-        self._names = [name for name, _ in transformer.named_parameters() if is_adapter(name)]
         # parameter name -> the transposed factors of all adapters, leaves of autograd:
         # A^T [adapters, in, rank] or B^T [adapters, rank, out]
         self._leaves = {
             name: torch.stack([adapter[name].mT for adapter in adapters]).requires_grad_()
-            for name in self._names
+            for name in adapters[0]
         }
         self._scales = torch.tensor(scales, device=device)[:, None, None]  # as factors broadcast
         # int32[adapters]: where each adapter's tokens end in the micro-batch
@@ -78,7 +77,7 @@ class AdapterStack:
         """Makes the model's layers use these adapters during the block."""
         with ExitStack() as restored:
             for layer in self._layers:
-                layer.forward = _make_forward(self, layer)
+                layer.forward = partial(self.multiply, layer)
                 restored.callback(delattr, layer, "forward")
             yield
 
@@ -115,26 +114,17 @@ class AdapterStack:
         Returns:
             For each adapter: parameter name -> unsharded gradient, in the parameter's shape.
         """
-        leaves = [self._leaves[name] for name in self._names]
+        leaves = self._leaves.values()
         summed = world.sum_over_groups(torch.cat([_gradient_of(leaf).flatten() for leaf in leaves]))
         flat_gradients = torch.split(summed, [leaf.numel() for leaf in leaves])
         by_name = {
             name: flat.view_as(leaf).mT
-            for name, leaf, flat in zip(self._names, leaves, flat_gradients, strict=True)
+            for (name, leaf), flat in zip(self._leaves.items(), flat_gradients, strict=True)
         }
         return [
             {name: stacked[index] for name, stacked in by_name.items()}
             for index in range(self.size)
         ]
-
-
-def _make_forward(stack: AdapterStack, layer: Any) -> Any:
-    """Makes the function that replaces a layer's forward."""
-
-    def forward(inputs: Tensor, *_: Any, **__: Any) -> Tensor:
-        return stack.multiply(layer, inputs)
-
-    return forward
 
 
 def _gradient_of(leaf: Tensor) -> Tensor:

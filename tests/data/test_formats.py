@@ -140,7 +140,8 @@ def test_squad_and_hellaswag_are_as_nemo_automodel_writes_them() -> None:
         "Context: C. Question: Q? Answer: ", "A", are_turns=True
     )
     row = {"ctx": "He", "endings": ["sits", "runs"], "label": "1"}
-    assert parse_row(row, SOURCE).document == Completion("He", "runs")
+    for label in ("1", 1, 1.0, "1.0"):
+        assert parse_row(row | {"label": label}, SOURCE).document == Completion("He", "runs")
     for wrong, words in (
         ({"answers": {"text": []}}, "answers: there is none"),
         ({"answers": "A"}, "a mapping with a list of text"),

@@ -147,7 +147,7 @@ def test_a_step_repeats_the_keys_and_values_of_a_shared_prompt(checkpointing: bo
 
 
 def test_the_prompts_of_any_completions_sampled_together_are_planned() -> None:
-    """Counted from the shares that ranks sample (`_sample_requests`) and the rows within them."""
+    """Counted from the shares that ranks sample (`sample_shares`) and the rows within them."""
     for ranks, prompts, generations, together in product((1, 2, 4), (4, 12), (2, 4, 6), (3, 4, 8)):
         recipe = read_recipe(
             None,

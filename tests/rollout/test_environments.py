@@ -298,7 +298,7 @@ def test_an_environment_that_leaves_no_room_is_lost(file: Path, tmp_path: Path) 
         (text, failed), in_room = call(rewards, (0, *step), (1, *step))
         assert failed and "it was lost" in text and in_room == ("4", False)
         ended = episodes.end()
-        assert ended.lost == [True, False] and ended.rewards == {"Counter": [0.0, 4.0]}
+        assert ended.lost == [0] and ended.rewards == {"Counter": [0.0, 4.0]}
     finally:
         rewards.close()
 

@@ -17,7 +17,7 @@ from finetune.errors import UserError
 from finetune.report.run_data import _ratio_histogram, read_run
 from finetune.rollout import in_flight
 from finetune.rollout.engine import Ended, Request, Sampled, Sampling
-from finetune.rollout.in_flight import LOST, InFlight, read_lines
+from finetune.rollout.in_flight import LOST, DaemonPool, InFlight, read_lines
 from tests.ranks import launch_ranks
 from tests.rollout.stand_in_vllm import StandInVllm, serving
 from tests.rollout.test_vllm import (
@@ -243,7 +243,7 @@ def test_a_checkpoint_has_what_was_there_and_counts_what_was_not() -> None:
             answered.wait(20)
         return Sampled([5, 6], [-1.0, -2.0], 3.0, Ended.STOPPED)
 
-    flights = InFlight(ask, 4, keeps_tokens=True)
+    flights = InFlight(ask, DaemonPool(4), keeps_tokens=True)
     requests = {"one": Request((1,), (0,)), "two": Request((2,), (1,))}
     flights.open(7)
     flights.submit(3, "w", requests, Sampling(max_tokens=4), {}, lambda *_: None)
@@ -253,7 +253,7 @@ def test_a_checkpoint_has_what_was_there_and_counts_what_was_not() -> None:
     recalled = read_lines(json.loads(json.dumps(list(flights.describe_lines()))))
     assert recalled["one"].versions == [7, 7] and recalled["two"] == LOST
     answered.set()
-    again = InFlight(ask, 4, keeps_tokens=True)
+    again = InFlight(ask, DaemonPool(4), keeps_tokens=True)
     again.open(9)
     again.submit(3, "w", requests, Sampling(max_tokens=4), recalled, lambda *_: None)
     one, two = again.take(3, lambda: None)
@@ -271,7 +271,9 @@ def test_a_conversation_that_submits_at_once_is_in_the_checkpoint(
         return done
 
     monkeypatch.setattr(in_flight, "start", run_at_once)
-    flights = InFlight(lambda *_: Sampled([5], [-1.0], 1.0, Ended.STOPPED), 2, keeps_tokens=True)
+    flights = InFlight(
+        lambda *_: Sampled([5], [-1.0], 1.0, Ended.STOPPED), DaemonPool(2), keeps_tokens=True
+    )
     flights.open(0)
 
     def converse() -> list[Sampled]:
@@ -304,7 +306,7 @@ def test_a_completion_goes_on_from_where_it_was_cut_with_other_random_numbers() 
         assert weights[0] == version, "it was on its way while they changed"
         return Sampled(tokens, [-1.0] * len(tokens), 0.0, Ended.CUT)
 
-    flights = InFlight(ask, 8, keeps_tokens=True)
+    flights = InFlight(ask, DaemonPool(8), keeps_tokens=True)
     requests = {str(i): Request((i,), (i,)) for i in range(16)}
     flights.open(0)
     flights.submit(0, "w", requests, Sampling(max_tokens=20), {}, lambda *_: None)
@@ -329,7 +331,7 @@ def test_a_server_that_does_not_cut_is_a_sentence() -> None:
         hangs.wait(20)
         return LOST
 
-    flights = InFlight(ask, 1, keeps_tokens=True)
+    flights = InFlight(ask, DaemonPool(1), keeps_tokens=True)
     flights.open(0)
     flights.submit(0, "w", {"a": Request((1,), (0,))}, Sampling(max_tokens=4), {}, lambda *_: None)
     time.sleep(0.1)

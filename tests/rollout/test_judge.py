@@ -147,7 +147,7 @@ def test_a_fault_ends_the_run_with_a_sentence_or_is_a_zero_that_is_counted(
 def test_a_server_that_is_not_there_and_a_key_that_is_not_set(monkeypatch: Any) -> None:
     with pytest.raises(UserError, match=r"wise: http://127.0.0.1:9/v1.*no answer: .*refused"):
         ask("http://127.0.0.1:9", ["good"], {})
-    assert ask("http://127.0.0.1:9", ["good"], {}, on_bad_reward="zero").failures == 1
+    assert ask("http://127.0.0.1:9", ["good"], {}, on_bad_reward="zero").failed == [0]
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(UserError, match="rewards: wise: the environment has no JUDGE_KEY"):
         ask("http://127.0.0.1:9", ["good"], {"api_key_env": "JUDGE_KEY"}, on_bad_reward="zero")

@@ -38,7 +38,8 @@ def main() -> None:
     with finetune.Session(recipe(folder / "run", model), layout) as session:
         operations = Operations(session, folder / "states")
         for number, form in enumerate(FORMS):
-            operations.run("create", {"state": None, "form": form, "target": f"{number}/0"})
+            own = {"model": str(number), "state": None, "form": form, "target": f"{number}/0"}
+            operations.run("create", own)
         for step in range(3):
             if step == 2:  # as after a restart
                 operations = Operations(session, folder / "states")
@@ -72,7 +73,8 @@ def main() -> None:
             "temperature": 1.0,
             "stop_ids": None,
         }
-        found.append(operations.run("sample", own))
+        answer = operations.run("sample", own)
+        found.append(answer | {"sampled": [each.as_json() for each in answer["sampled"]]})
         try:
             operations.run(
                 "optim_step",

@@ -1,8 +1,6 @@
 """A service against plain torch and peft, against runs alone, and through restarts."""
 
-import json
 import random
-import shutil
 import threading
 import time
 import weakref
@@ -19,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from finetune.config.layout import Sharding
@@ -273,14 +271,19 @@ def test_several_targets_share_a_pass_with_one_and_have_the_losses_of_a_run_alon
     assert [np.shape(row)[1:] for row in found[8][0][1]] == [(3,), (1,), (), (5,)]
 
 
+@pytest.mark.parametrize("model_type", ["llama", "opt", "falcon"])
 def test_a_base_with_dropout_has_the_losses_of_one_without(
-    base: Path, rows: list[list[int]], tmp_path: Path
+    model_type: str, base: Path, rows: list[list[int]], tmp_path: Path
 ) -> None:
     """As they are without a backward; and equal adapters have equal losses in one pass."""
+    sizes = {"hidden_size": 16, "ffn_dim": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    dropouts = dict.fromkeys(("attention_dropout", "dropout", "hidden_dropout"), 0.5)
+    config = AutoConfig.for_model(
+        model_type, vocab_size=512, word_embed_proj_dim=16, **sizes, **dropouts
+    )
     copy = tmp_path / "base"
-    shutil.copytree(base, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    AutoModelForCausalLM.from_config(config).save_pretrained(copy)
+    AutoTokenizer.from_pretrained(base).save_pretrained(copy)
     data = [datum(ids, weights=1.0) for ids in rows]
     with serving(tmp_path / "run", copy) as service:
         client = Client(service)
