@@ -417,7 +417,8 @@ def _report_text_tokens(name: str | None, adds_end: bool, conversion: Conversion
     `name`: our template for that tokenizer's turns.
     """
     eos = _find_eos(str(conversion.recipe.get("model_name_or_path")))
-    start, end = TEXT_STARTS.get(str(name)), TEXT_ENDS.get(str(name))
+    start = TEXT_STARTS.get(str(name))
+    end = TEXT_ENDS.get(str(name))
     if start is not None:
         conversion.remarks.append(f"dataset: {start} begins a text there; no token does here")
     if adds_end and end not in (None, eos):
