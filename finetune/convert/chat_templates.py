@@ -260,11 +260,11 @@ OF_PHI3 = (
     "each question; here an EOS token ends the row, and no BOS token is written",
 )
 # GPT2BaseTokenizer of torchtune splits as GPT-2's tokenizer does, Phi-4's tokenizer.json as cl100k
-OF_PHI4 = (
-    "chat_template: a text is split into words as for GPT-2 there, as by the model's own tokenizer "
-    "here: other tokens around line breaks, numbers and punctuation marks",
-    SPACES_STRIPPED,
+SPLIT_AS_GPT2 = (
+    "a text is split into words as for GPT-2 there, as by the model's own tokenizer here: other "
+    "tokens around line breaks, numbers and punctuation marks"
 )
+OF_PHI4 = (f"chat_template: {SPLIT_AS_GPT2}", SPACES_STRIPPED)
 # encode of torchtune's SentencePieceBaseTokenizer writes a line break before an answer and cuts off
 # its token. Gemma's vocabulary has one token for several line breaks, and all of them are cut off.
 OF_GEMMA = (
@@ -285,6 +285,10 @@ TOKENIZERS = {
 }
 # Our template -> what torchtune's tokenizer writes otherwise.
 TOKENIZER_NOTES = {"phi3": OF_PHI3, "phi4": OF_PHI4, "joined": (OF_GEMMA,)}
+# The same -> the token that begins or ends a plain text: `encode` of the tokenizer, which
+# TextCompletionDataset calls, where that may differ from what the model's own tokenizer writes.
+TEXT_STARTS = {"phi3": "<s>", "phi4": "<|endoftext|>"}
+TEXT_ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|im_end|>", "phi3": "</s>"}
 # Pattern of a model's name -> our template for the turns that mistral-common writes, by the version
 # of its tokenizer. For Devstral and the first Magistral the tokens in Axolotl's
 # tests/prompt_strategies show the version.
@@ -391,8 +395,11 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         name = "llama3"  # the model's own template writes a system message into rows without images
     elif component.endswith("_transform"):
         conversion.remarks += [MESSAGES_TRIMMED, HEADER_TRAINED]
-    data = str(read_section(settings, "dataset").get("_component_"))
-    if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
+    rows = read_section(settings, "dataset")
+    if str(rows.get("_component_")).endswith("text_completion_dataset"):
+        _report_text_tokens(name, bool(rows.get("add_eos", True)), conversion)
+        return
+    if name is None or tokenizer.get("prompt_template"):
         return
     conversion.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", component, conversion)
@@ -402,6 +409,24 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
         and conversion.recipe.get("assistant_only_loss") is not False
     ):
         conversion.remarks.append(HEADER_TRAINED)
+
+
+def _report_text_tokens(name: str | None, adds_end: bool, conversion: Conversion) -> None:
+    """Reports tokens of a plain text that torchtune's tokenizer writes otherwise.
+
+    `name`: our template for that tokenizer's turns.
+    """
+    eos = _find_eos(str(conversion.recipe.get("model_name_or_path")))
+    start = TEXT_STARTS.get(str(name))
+    end = TEXT_ENDS.get(str(name))
+    if start is not None:
+        conversion.remarks.append(f"dataset: {start} begins a text there; no token does here")
+    if adds_end and end not in (None, eos):
+        conversion.remarks.append(
+            f"dataset: {end} ends a text there; here {eos or 'the EOS token of its tokenizer'} does"
+        )
+    if name == "phi4":
+        conversion.remarks.append(f"dataset: {SPLIT_AS_GPT2}")
 
 
 # encode_user_message of mistral-common, the same in its second and third version
@@ -551,10 +576,13 @@ def _find_end_besides_eos(name: str, conversion: Conversion) -> str | None:
         return None
     eos = recipe.get("special_tokens", {}).get("eos_token")
     if eos is None:
-        eos = next(
-            (token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None
-        )
+        eos = _find_eos(name)
     return end if end != eos else None
+
+
+def _find_eos(name: str) -> str | None:
+    """Returns the EOS token of a model by its name, where that also ends a turn."""
+    return next((token for pattern, token in ENDS_AS_EOS if re.search(pattern, name.lower())), None)
 
 
 def report_saved_template(settings: ToolFile, conversion: Conversion) -> None:

@@ -15,7 +15,7 @@ from finetune.config.methods import LAYER_SLICE, METHODS, POLICY_LOSSES, Method
 from finetune.config.other_names import TRUNCATED
 from finetune.config.quantization import SCHEMES
 from finetune.convert.async_grpo import adapt_async, is_async
-from finetune.convert.chat_templates import report_scored_text
+from finetune.convert.chat_templates import HEADER_TRAINED, report_scored_text
 from finetune.convert.command_line import COMMAND
 from finetune.convert.counterparts import NOTES, Tool, ToolFile
 from finetune.convert.defaults import DEFAULTS
@@ -615,6 +615,9 @@ def _drop_supervised_keys(method: str, conversion: Conversion) -> None:
     recipe.pop("assistant_only_loss", None)  # the loss is of answers alone
     if recipe.get("packing") is not False:
         recipe.pop("packing", None)  # no tool packs pairs
+    if conversion.tool == "torchtune":
+        # The header is alike in both answers, so that DPO's loss is the same with or without it.
+        conversion.remarks = [line for line in conversion.remarks if line != HEADER_TRAINED]
     _drop_unused(method, conversion)
 
 

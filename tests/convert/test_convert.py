@@ -1091,6 +1091,9 @@ def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(
     ours, said, _ = converted(alpaca.replace("packed: true", "train_on_input: false"))
     assert ours.get("assistant_only_loss", True) is True and ours["packing"] is False
     assert "the header of an answer is trained too there" in said
+    pairs = TORCHTUNE.replace("instruct_dataset", "preference_dataset")
+    pairs += "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\n"
+    assert "the header of an answer" not in converted(pairs)[1]  # which is alike in both answers
 
 
 @pytest.mark.parametrize(

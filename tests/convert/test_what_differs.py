@@ -1234,6 +1234,40 @@ def test_a_text_of_torchtunes_without_an_end_is_listed(convert: Convert) -> None
     assert "add_eos" not in said(convert(TUNE, dataset=texts | {"add_eos": True}))
 
 
+@pytest.mark.parametrize(
+    ("tokenizer", "model", "said_there"),
+    [
+        (
+            "llama3.llama3",
+            "Llama-3.2-1B-Instruct",
+            ["<|end_of_text|> ends", "here <|eot_id|> does"],
+        ),
+        ("llama3.llama3", "Meta-Llama-3-8B", ["<|end_of_text|> ends", "here the EOS token of"]),
+        ("qwen2_5.qwen2_5", "Qwen2.5-0.5B-Instruct", []),
+        ("qwen2_5.qwen2_5", "Qwen2.5-0.5B", ["<|im_end|> ends"]),
+        ("phi3.phi3_mini", "Phi-3-mini-4k-instruct", ["<s> begins", "</s> ends"]),
+        ("phi4.phi4", "phi-4", ["<|endoftext|> begins", "as for GPT-2"]),
+        ("gemma.gemma", "gemma-2b", []),
+    ],
+)
+def test_the_tokens_around_a_text_of_torchtunes_are_listed(
+    convert: Convert, tokenizer: str, model: str, said_there: list[str]
+) -> None:
+    """Source: encode of its tokenizers; the ids were compared with those of `finetune inspect`."""
+    keys = {
+        "tokenizer": {"_component_": f"torchtune.models.{tokenizer}_tokenizer", "path": "a"},
+        "checkpointer": TUNE["checkpointer"] | {"checkpoint_dir": f"/tmp/{model}"},
+        "dataset": {"_component_": "torchtune.datasets.text_completion_dataset", "source": "a/b"},
+    }
+    lines = "\n".join(line for line in convert(TUNE, **keys).remarks if "dataset: " in line)
+    assert all(each in lines for each in said_there)
+    assert lines.count(" a text there") == sum(
+        each.endswith("s") and "here" not in each for each in said_there
+    )
+    without_end = keys["dataset"] | {"add_eos": False}
+    assert " ends a text" not in said(convert(TUNE, **keys | {"dataset": without_end}))
+
+
 def test_trls_newest_defaults_of_grpo_are_said(convert: Convert) -> None:
     online = TRL | {"reward_funcs": ["think_format_reward"]}
     assert LONGER_SINCE in said(convert(online))
