@@ -399,12 +399,9 @@ class Session:
 
     @cached_property
     def _saver(self) -> Saver:
-        """What saves checkpoints into the run's folder; made at the first save."""
+        """What saves checkpoints into the run's folder; made when it is first needed."""
         loaded = self._loaded
-        # carried: the base's tensors outside the trained model, which an export carries over
-        options: dict[str, Any] = {"carried_bytes": loaded.size.carried_bytes}
-        if loaded.objectives is not None:
-            options["describe_files"] = loaded.objectives.training.describe_files
+        objective = SFT if loaded.objectives is None else loaded.objectives.training
         return Saver(
             self.folder,
             loaded.model,
@@ -413,7 +410,9 @@ class Session:
             self.recipe,
             self.tokenizer,
             self.inputs,
-            **options,
+            objective.describe_files,
+            loaded.size,
+            self.phases,
         )
 
     @cached_property
@@ -862,6 +861,7 @@ class Session:
             size,
             optimizer,
             objectives,
+            self._saver,
             self.progress,
             self.inputs,
             hooks,
