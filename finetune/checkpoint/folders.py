@@ -384,13 +384,9 @@ def _explain_absence(run: Path) -> str:
     if (run / "recipe.yaml").is_file() or (run / "metrics.jsonl").is_file():
         return "has no checkpoints yet"
     path = run.absolute()
-    run_above = None  # the run's folder, if `run` is a folder in it
-    if path.name == "checkpoints":
-        run_above = path.parent
-    elif NAME.fullmatch(path.name):
-        run_above = path.parent.parent
-    if run_above is not None and list_checkpoints(run_above):
-        return f"a part of a run; name the run's folder, {run_above}"
+    for run_above in (path.parent, path.parent.parent):
+        if list_checkpoints(run_above):
+            return f"a part of a run; name the run's folder, {run_above}"
     return (
         "no run's folder, for it has neither recipe.yaml nor metrics.jsonl; name a run's, such as "
         "runs/quickstart"
