@@ -149,28 +149,24 @@ class Saver:
         write, or if replicas of the model are not equal. Then nothing is published or pruned.
         """
         with self._phases.timed("save"):
-            self._save(progress)
+            self.finish()
 
-    def _save(self, progress: Progress) -> None:
-        """Does the work of `save`."""
-        self.finish()
+            def describe() -> None:
+                self._files = self._describe_files(progress.step)
 
-        def describe() -> None:
-            self._files = self._describe_files(progress.step)
-
-        self._ranks.on_main(describe)
-        scaler = self.world.accelerator.scaler
-        scaler_state = scaler.state_dict() if scaler is not None else None
-        progress = replace(progress, scaler=scaler_state)
-        all_shards = self._list_own_shards()
-        refuse_different_replicas(all_shards, progress.step, self._ranks)
-        shards = [shard for shard in all_shards if shard.is_first_copy]
-        if not self.is_async:
-            self._write(progress, shards)
-            return
-        self._is_copied.clear()
-        event = record_event(self.world.device)
-        self._start_thread("save", lambda: self._write_in_thread(progress, shards, event))
+            self._ranks.on_main(describe)
+            scaler = self.world.accelerator.scaler
+            scaler_state = scaler.state_dict() if scaler is not None else None
+            progress = replace(progress, scaler=scaler_state)
+            all_shards = self._list_own_shards()
+            refuse_different_replicas(all_shards, progress.step, self._ranks)
+            shards = [shard for shard in all_shards if shard.is_first_copy]
+            if not self.is_async:
+                self._write(progress, shards)
+                return
+            self._is_copied.clear()
+            event = record_event(self.world.device)
+            self._start_thread("save", lambda: self._write_in_thread(progress, shards, event))
 
     def before_update(self) -> None:
         """Waits until an async save has copied the state. Call it before parameters change."""
@@ -211,25 +207,26 @@ class Saver:
                 and its export.
         """
         with self._phases.timed("trial save"):
-            return self._check_save(steps, steps_per_epoch)
-
-    def _check_save(self, steps: int, steps_per_epoch: int | None) -> int:
-        """Does the work of `check_save`."""
-        had_state = bool(self.optimizer.state)
-        shards = [shard for shard in self._list_own_shards() if shard.is_first_copy]
-        checkpoint_bytes = self._stage(Progress(), shards, is_published=False)
-        if self.is_async:
-            self._reserve(list(shards))
-        if not had_state:
-            # Listing the shards has made the state, whose memory is not needed before the first
-            # update.
-            self.optimizer.state.clear()
-        self._ranks.on_main(
-            lambda: refuse_small_disk(
-                self.run_folder, self.recipe, steps, checkpoint_bytes, steps_per_epoch, self._size
+            had_state = bool(self.optimizer.state)
+            shards = [shard for shard in self._list_own_shards() if shard.is_first_copy]
+            checkpoint_bytes = self._stage(Progress(), shards, is_published=False)
+            if self.is_async:
+                self._reserve(list(shards))
+            if not had_state:
+                # Listing the shards has made the state, whose memory is not needed before the first
+                # update.
+                self.optimizer.state.clear()
+            self._ranks.on_main(
+                lambda: refuse_small_disk(
+                    self.run_folder,
+                    self.recipe,
+                    steps,
+                    checkpoint_bytes,
+                    steps_per_epoch,
+                    self._size,
+                )
             )
-        )
-        return checkpoint_bytes
+            return checkpoint_bytes
 
     def _reserve(self, shards: list[TensorShard]) -> None:
         """Starts a thread that allocates host memory for async saves.
