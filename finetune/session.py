@@ -716,14 +716,7 @@ class Session:
             # other prompts, and draws from another seed.
             draws = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
             torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, draws))
-            samples = answer(
-                self.model,
-                repeated_prompts,
-                self.tokenizer,
-                self.world,
-                self.recipe.model.eot_tokens,
-                generation,
-            )
+            samples = answer(self.model, repeated_prompts, self.tokenizer, self.world, generation)
         ids_of_prompts = [tuple(prompt.prompt_ids) for prompt in repeated_prompts]
         scores = self._score_prompts({*ids_of_prompts}) if prompt_log_probabilities else {}
         return [
