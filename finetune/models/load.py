@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.config.layout import compute_dtype, frozen_dtype
+from finetune.config.layout import find_compute_dtype, find_frozen_dtype
 from finetune.config.methods import ScoreHead
 from finetune.config.module_names import find_trained, is_adapter
 from finetune.config.optimization import NOT_DECAYED
@@ -200,7 +200,7 @@ def build_model(
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     if score_head.has_values:
         base = add_value_head(built, base)
-    base_dtype = DTYPES[frozen_dtype(world.sharding, lora)]
+    base_dtype = DTYPES[find_frozen_dtype(world.sharding, lora)]
     experts_dtype = base_dtype if lora.use_peft else DTYPES[model.dtype]
     _install_forward(built, model, world, optimization, experts_dtype)
     values = base
@@ -719,7 +719,7 @@ def build_teacher(
         UserError: The model cannot be reached, or its files do not match its config.
     """
     keys = recipe.teacher
-    dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
+    dtype = DTYPES[find_compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
     config = trained_config(load_config(keys), keys)
     settings = getattr(config, "quantization_config", None)
