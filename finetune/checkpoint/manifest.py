@@ -48,14 +48,14 @@ class Progress:
     callbacks: dict[str, Any] | None = None  # callback's name -> its state, in a checkpoint
 
     def after_step(self, batch: "StepBatch", *, is_skipped: bool) -> "Progress":
-        """Returns the progress after the step of `batch`.
+        """Returns the progress after the step of `batch`. A script's own rows are of no epoch.
 
         `is_skipped`: whether the step made no update.
         """
         return replace(
             self,
             step=self.step + 1,
-            epoch=batch.epoch,
+            epoch=self.epoch if batch.has_own_rows else batch.epoch,
             tokens=self.tokens + batch.tokens,
             trained_tokens=self.trained_tokens + batch.trained_tokens,
             skipped_steps=self.skipped_steps + is_skipped,

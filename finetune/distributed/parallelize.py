@@ -36,7 +36,7 @@ from finetune.distributed.model_parts import (
     local_part,
     other_parts,
     place_like,
-    set_buffer,
+    set_tensor,
     tied_names,
     unwrap,
 )
@@ -518,10 +518,10 @@ def _materialize(
     tied = tied_names(model)
     shared_parameters = _find_shared(model, shared)
     for name, parameter in shared_parameters.items():
-        _set_parameter(model, name, parameter)
+        set_tensor(model, name, parameter)
     for name, first in tied.items():
         if first in shared_parameters:
-            _set_parameter(model, name, shared_parameters[first])
+            set_tensor(model, name, shared_parameters[first])
     have_memory = {id(parameter) for parameter in shared_parameters.values()}
 
     def give_memory(tensor: Tensor) -> Tensor:
@@ -532,20 +532,14 @@ def _materialize(
     apply: Any = model._apply
     apply(give_memory)
     for name, first in tied.items():  # `_apply` has given each name a tensor of its own: tie again
-        _set_parameter(model, name, model.get_parameter(first))
+        set_tensor(model, name, model.get_parameter(first))
     with torch.no_grad():
         for name, buffer in buffers.items():
-            set_buffer(model, name, buffer.to(buffer_device))
+            set_tensor(model, name, buffer.to(buffer_device))
         for name, parameter in model.named_parameters():
             local = local_part(parameter)
             if local.numel() and name not in unfilled and name not in shared_parameters:
                 local.copy_(values(name, find_local_slices(parameter)))
-
-
-def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replaces the parameter of `model` with the given dotted name."""
-    parent, _, leaf = name.rpartition(".")
-    model.get_submodule(parent)._parameters[leaf] = parameter
 
 
 def frozen_parts(model: nn.Module) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from finetune.distributed.model_parts import (
     find_float32,
     head_of,
     other_parts,
-    set_buffer,
+    set_tensor,
     take_language_model,
     text_names,
     unwrap,
@@ -457,7 +457,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
         parameter.data = parameter.data.to(dtype)
     buffers = dict(model.named_buffers())
     for name in find_float32(model, buffers):  # from_config casts them, from_pretrained does not
-        set_buffer(model, name, buffers[name].float())
+        set_tensor(model, name, buffers[name].float())
     if not model.config.architectures:  # a recipe's model_config may not name its class
         model.config.architectures = [type(model).__name__]
     set_experts_implementation(model, "eager")  # loops over experts; exact on every device

@@ -146,10 +146,10 @@ class PolicyObjective(Objective):
             other_log_probabilities = self.other_model(model, micro_batch)
         # The other model ran before: the last forward must be the trained one.
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
+        log_probabilities = outputs
+        values: Tensor | None = None
         if self.recipe.method_facts.has_critic:
             log_probabilities, values = outputs.unbind()
-        else:
-            log_probabilities, values = outputs, None
         metrics, maxima = self._describe(
             log_probabilities.detach(), completions, rollout, batch.step
         )
