@@ -399,12 +399,9 @@ class Session:
 
     @cached_property
     def _saver(self) -> Saver:
-        """What saves checkpoints into the run's folder; made at the first save."""
+        """What saves checkpoints into the run's folder; made when it is first needed."""
         loaded = self._loaded
-        # carried: the base's tensors outside the trained model, which an export carries over
-        options: dict[str, Any] = {"carried_bytes": loaded.size.carried_bytes}
-        if loaded.objectives is not None:
-            options["describe_files"] = loaded.objectives.training.describe_files
+        objective = SFT if loaded.objectives is None else loaded.objectives.training
         return Saver(
             self.folder,
             loaded.model,
@@ -413,7 +410,9 @@ class Session:
             self.recipe,
             self.tokenizer,
             self.inputs,
-            **options,
+            objective.describe_files,
+            loaded.size,
+            self.phases,
         )
 
     @cached_property
@@ -717,14 +716,7 @@ class Session:
             # other prompts, and draws from another seed.
             draws = f"sample/{self.progress.step}/{self.world.tensor_group_index}"
             torch.manual_seed(seed_of(self.recipe.run.seed if seed is None else seed, draws))
-            samples = answer(
-                self.model,
-                repeated_prompts,
-                self.tokenizer,
-                self.world,
-                self.recipe.model.eot_tokens,
-                generation,
-            )
+            samples = answer(self.model, repeated_prompts, self.tokenizer, self.world, generation)
         ids_of_prompts = [tuple(prompt.prompt_ids) for prompt in repeated_prompts]
         scores = self._score_prompts({*ids_of_prompts}) if prompt_log_probabilities else {}
         return [
@@ -862,6 +854,7 @@ class Session:
             size,
             optimizer,
             objectives,
+            self._saver,
             self.progress,
             self.inputs,
             hooks,

@@ -894,6 +894,17 @@ def test_what_fails_leaves_no_gradient_behind(
             closed()
 
 
+def test_a_step_on_rows_of_the_scripts_own_leaves_the_epoch_of_the_data(tmp_path: Path) -> None:
+    keys = {"output_dir": tmp_path / "run", "exact_match_samples": 0}
+    with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session:
+        session.forward_backward(next(session.batches()))
+        session.optim_step()
+        epoch = session.progress.epoch
+        session.forward_backward(session.batch(ROWS))
+        session.optim_step()
+        assert session.progress.step == 2 and session.progress.epoch == epoch > 0
+
+
 @pytest.mark.parametrize("name", ["optim_step", "save", "load"])
 def test_out_of_memory_is_explained_wherever_the_model_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,9 @@ from finetune.files.json_files import read_json_object
 from finetune.files.network import find_local_folder
 from finetune.files.tensors import choose_dtype
 from finetune.units import counted, disk_size
+
+if TYPE_CHECKING:  # imports transformers
+    from finetune.models.load import ModelSize
 
 # names of folders; the group is the step
 _REPLACED = re.compile(r"\.replaced-([0-9]{8,})")
@@ -259,9 +263,8 @@ def refuse_small_disk(
     recipe: Recipe,
     steps: int,
     checkpoint_bytes: int,
-    parameters: int,
     steps_per_epoch: int | None,
-    carried_bytes: int,
+    size: "ModelSize | None",
 ) -> None:
     """Raises `UserError` if the disk is too small for the run's checkpoints and its export.
 
@@ -270,9 +273,8 @@ def refuse_small_disk(
         recipe: The recipe.
         steps: The run's last step.
         checkpoint_bytes: The size of one checkpoint.
-        parameters: The number of parameters in the export.
         steps_per_epoch: The number of steps in an epoch; None if it is not known.
-        carried_bytes: The size of the base's tensors that an export carries over.
+        size: The numbers of the model's parameters; None: only checkpoints are counted.
     """
     keys = recipe.checkpoint
     kept = keys.count_kept(steps)
@@ -286,8 +288,8 @@ def refuse_small_disk(
     checkpoints = most if kept is None else min(most, kept + 1)
     new_checkpoints = max(1, checkpoints - len(existing))
     export_bytes = 0
-    if keys.export_at_end:
-        export_bytes = _bound_export(recipe, parameters, carried_bytes)
+    if keys.export_at_end and size is not None:
+        export_bytes = _bound_export(recipe, size)
     spare_bytes = EXPORT_SPARE_BYTES if export_bytes else 0
     needed = new_checkpoints * checkpoint_bytes + export_bytes + spare_bytes
     free = shutil.disk_usage(run_folder).free
@@ -303,13 +305,13 @@ def refuse_small_disk(
     )
 
 
-def _bound_export(recipe: Recipe, parameters: int, carried_bytes: int) -> int:
+def _bound_export(recipe: Recipe, size: "ModelSize") -> int:
     """Returns an upper bound of the bytes that the export will write, all its formats together."""
     name = recipe.model.model_name_or_path
     base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
     keys = recipe.checkpoint
     dtype = choose_dtype(keys.export_dtype, base, getattr(torch, recipe.model.dtype))
-    return (parameters * dtype.itemsize + carried_bytes) * len(keys.export_formats)
+    return (size.total * dtype.itemsize + size.carried_bytes) * len(keys.export_formats)
 
 
 EXIT_DAMAGED = 1  # the exit code of `finetune checkpoints` if a checkpoint has a problem
@@ -382,13 +384,9 @@ def _explain_absence(run: Path) -> str:
     if (run / "recipe.yaml").is_file() or (run / "metrics.jsonl").is_file():
         return "has no checkpoints yet"
     path = run.absolute()
-    run_above = None  # the run's folder, if `run` is a folder in it
-    if path.name == "checkpoints":
-        run_above = path.parent
-    elif NAME.fullmatch(path.name):
-        run_above = path.parent.parent
-    if run_above is not None and list_checkpoints(run_above):
-        return f"a part of a run; name the run's folder, {run_above}"
+    for run_above in (path.parent, path.parent.parent):
+        if list_checkpoints(run_above):
+            return f"a part of a run; name the run's folder, {run_above}"
     return (
         "no run's folder, for it has neither recipe.yaml nor metrics.jsonl; name a run's, such as "
         "runs/quickstart"

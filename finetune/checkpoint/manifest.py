@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, Field, ValidationError
 
 from finetune.errors import UserError
 from finetune.files import durable
@@ -47,14 +48,14 @@ class Progress:
     callbacks: dict[str, Any] | None = None  # callback's name -> its state, in a checkpoint
 
     def after_step(self, batch: "StepBatch", *, is_skipped: bool) -> "Progress":
-        """Returns the progress after the step of `batch`.
+        """Returns the progress after the step of `batch`. A script's own rows are of no epoch.
 
         `is_skipped`: whether the step made no update.
         """
         return replace(
             self,
             step=self.step + 1,
-            epoch=batch.epoch,
+            epoch=self.epoch if batch.has_own_rows else batch.epoch,
             tokens=self.tokens + batch.tokens,
             trained_tokens=self.trained_tokens + batch.trained_tokens,
             skipped_steps=self.skipped_steps + is_skipped,
@@ -77,10 +78,6 @@ class Progress:
         if loss < best:
             return replace(self, best_eval_loss=loss, best_step=self.step, evaluations_since_best=0)
         return replace(self, evaluations_since_best=self.evaluations_since_best + 1)
-
-
-NAME_LIMIT_BYTES = 255  # the longest name of a file or folder on common file systems
-PATH_LIMIT_BYTES = 4096  # the longest path
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -109,110 +106,75 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
         content, _ = read_object(checkpoint / name)
     except OSError as error:
         raise ValueError(f"{name} cannot be read: {error.strerror}") from None
-    _refuse_wrong_kinds(name, content, _STATE)
+    _refuse_wrong_kinds(name, content, _StateFile)
     return content
 
 
-def refuse_malformed_manifest(content: Mapping[str, Any]) -> None:
+def _refuse_malformed_manifest(content: Mapping[str, Any]) -> None:
     """Raises `ValueError` with a sentence if `content` is not the content of a manifest.
 
     It must not name a file outside the checkpoint, either.
     """
-    _refuse_wrong_kinds(MANIFEST, content, _MANIFEST)
+    _refuse_wrong_kinds(MANIFEST, content, _ManifestFile)
     for file in content["files"]:
         path = PurePosixPath(file)
-        if path.is_absolute() or ".." in path.parts:
+        is_inside = path.parts and ".." not in path.parts and not path.is_absolute()
+        if not (is_inside and file.isprintable()):
             raise ValueError(f"{MANIFEST} names a file outside the checkpoint: {file!a}")
-        if str(path) != file or not path.parts or not _is_file_name(path):
-            raise ValueError(f"{MANIFEST} names a file that cannot exist: {file[:60]!a}")
 
 
-def _is_file_name(path: PurePosixPath) -> bool:
-    """Returns whether a file may have the relative path `path`, which has at least one part."""
-    try:
-        sizes = [len(part.encode()) for part in path.parts]
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can express
-        return False
-    is_short_enough = max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES
-    return is_short_enough and "\0" not in str(path)
-
-
-def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
-    """Raises `ValueError` with a sentence if a value is of none of the kinds that its key allows.
-
-    Keys of `content` that `kinds` does not have are not checked.
-
-    Args:
-        name: The file's name, for the sentence.
-        content: The JSON object in the file.
-        kinds: Key -> the allowed kinds, names in KINDS separated by spaces. A key with the kind
-            "missing" is optional.
+def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: type[BaseModel]) -> None:
+    """Raises `ValueError` with a sentence if `content`, of the file `name`, lacks a key of `kinds`,
+    or has a value of another type. Further keys are not checked.
     """
-    for key, names in kinds.items():
-        allowed = names.split()
-        if key not in content:
-            if "missing" not in allowed:
-                raise ValueError(f"{name} is damaged: {key} is missing")
-        elif not any(KINDS[kind](content[key]) for kind in allowed):
-            raise ValueError(f"{name} is damaged: {key} has a value of the wrong kind")
+    try:
+        kinds.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{name} is damaged: {key}: {first['msg']}") from None
 
 
-def _is_count(value: Any) -> bool:
-    """Returns whether `value` is a non-negative integer of 64 bits."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+Count = Annotated[int, Field(ge=0)]
 
 
-def _is_object_of(is_member: Callable[[Any], bool], value: Any) -> bool:
-    """Returns whether `value` is a JSON object all of whose values pass `is_member`."""
-    return isinstance(value, dict) and all(map(is_member, value.values()))
+class _FileEntry(BaseModel, strict=True):
+    """The manifest's entry of a file; the checksum is beside it."""
+
+    size: Count  # bytes
 
 
-def _is_text(value: Any) -> bool:
-    """Returns whether `value` is a string."""
-    return isinstance(value, str)
+class _ManifestFile(BaseModel, strict=True):
+    """The keys of manifest.json."""
+
+    step: Count
+    ranks: Count
+    layout: str
+    recipe_sha256: str
+    packages: dict[str, str]
+    files: dict[str, _FileEntry]
 
 
-def _is_file(value: Any) -> bool:
-    """Returns whether `value` is the manifest's entry of a file, which has at least a size."""
-    return isinstance(value, dict) and _is_count(value.get("size"))
+class _StateFile(BaseModel, strict=True):
+    """The keys of state.json. Those with a default are newer than the format."""
 
-
-# the kind of a value in a JSON file -> whether a value is of that kind
-KINDS: Mapping[str, Callable[[Any], bool]] = {
-    "count": _is_count,
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "flag": lambda value: isinstance(value, bool),
-    "text": _is_text,
-    "object": lambda value: isinstance(value, dict),
-    "texts": partial(_is_object_of, _is_text),
-    "files": partial(_is_object_of, _is_file),
-    "none": lambda value: value is None,
-    "missing": lambda _: False,  # no value: the key may be absent
-}
-# the kinds of the manifest's keys; see `_refuse_wrong_kinds`
-_MANIFEST = {
-    **dict.fromkeys(("step", "ranks"), "count"),
-    **dict.fromkeys(("layout", "recipe_sha256"), "text"),
-    "packages": "texts",
-    "files": "files",
-}
-# the kinds of state.json's keys
-_STATE = {
-    **dict.fromkeys(
-        ("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best"), "count"
-    ),
-    "epoch": "number",
-    "best_eval_loss": "number none",
-    "best_step": "count none",
-    "owes_evaluation": "flag missing",
-    "scaler": "object none",
-    "callbacks": "object none missing",
-    "recipe": "object",
-    "global_batch_size": "count",
-    **dict.fromkeys(("data_fingerprint", "base_model"), "text none missing"),
-    "compute_dtype": "text missing",
-    "inputs": "texts missing",
-}
+    step: Count
+    epoch: float
+    tokens: Count
+    trained_tokens: Count
+    skipped_steps: Count
+    best_eval_loss: float | None
+    best_step: Count | None
+    evaluations_since_best: Count
+    owes_evaluation: bool = False
+    scaler: dict[str, Any] | None
+    callbacks: dict[str, Any] | None = None
+    recipe: dict[str, Any]
+    global_batch_size: Count
+    data_fingerprint: str | None = None
+    base_model: str | None = None
+    compute_dtype: str = ""
+    inputs: dict[str, str] = {}
 
 
 FORMAT_VERSION = 1
@@ -256,7 +218,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     try:
         # Encoded again, an undamaged content gives the same bytes, checksum included.
         if _encode(content) == encoded:
-            refuse_malformed_manifest(content)
+            _refuse_malformed_manifest(content)
             return Manifest(**content)
     except (TypeError, RecursionError):  # unknown keys; nested too deep
         pass
@@ -298,22 +260,19 @@ def find_damage(
     """
     try:
         manifest = read_manifest(checkpoint)
+        match = NAME.fullmatch(checkpoint.name)
+        if match and int(match[1]) != manifest.step:
+            return [f"{MANIFEST} is of step {manifest.step}"]
+        problems = list(_file_problems(checkpoint, manifest, checksums, parts, share, advance))
+        if not problems:
+            read_state(checkpoint)
+        return problems
     except FileNotFoundError:
         return [f"{MANIFEST} is missing: it was never finished"]
     except OSError as error:
-        return [f"{MANIFEST} cannot be read: {error.strerror}"]
+        return [f"{Path(error.filename or MANIFEST).name[:60]} cannot be read: {error.strerror}"]
     except ValueError as error:
         return [str(error)]
-    match = NAME.fullmatch(checkpoint.name)
-    if match and int(match[1]) != manifest.step:
-        return [f"{MANIFEST} is of step {manifest.step}"]
-    if problems := list(_file_problems(checkpoint, manifest, checksums, parts, share, advance)):
-        return problems
-    try:
-        read_state(checkpoint)
-    except ValueError as error:
-        return [str(error)]
-    return []
 
 
 def _file_problems(

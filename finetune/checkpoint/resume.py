@@ -140,10 +140,19 @@ def fingerprint_inputs(
 
 def _download_models(recipe: Recipe) -> None:
     """Downloads the recipe's models from the hub, unless they are on this machine."""
-    reward_models = [Model(model_name_or_path=name) for name in recipe.rollout.reward_models]
-    for model in (recipe.model, recipe.teacher, *reward_models):
-        if model is not None and model.model_name_or_path is not None:
-            weights_folder(model)
+    for _, model in _list_models(recipe):
+        weights_folder(model)
+
+
+def _list_models(recipe: Recipe) -> list[tuple[str, Model]]:
+    """Lists (key, model) of each model that the recipe names: trained, teacher, rewards."""
+    models = [("model_name_or_path", recipe.model), (recipe.teacher_key, recipe.teacher)]
+    models += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
+    return [
+        (key, model)
+        for key, model in models
+        if model is not None and model.model_name_or_path is not None
+    ]
 
 
 def _is_base_read(recipe: Recipe) -> bool:
@@ -169,7 +178,7 @@ def find_changed_inputs(
         now: Input -> hash, of this run.
         changed_keys: The changes of the recipe, as `compare_recipes` writes them.
     """
-    changed_names = {_find_key(change) for change in changed_keys}
+    changed_names = {find_key(change) for change in changed_keys}
     sentences = []
     for name, (keys, sentence) in INPUTS.items():
         is_known = None not in (then.get(name), now.get(name))
@@ -179,10 +188,10 @@ def find_changed_inputs(
     return sentences
 
 
-def _find_key(change: str) -> str:
+def find_key(change: str) -> str:
     """Returns the recipe's key in a sentence about a change.
 
-    >>> _find_key("datasets[0].path: 'a' -> 'b'")
+    >>> find_key("datasets[0].path: 'a' -> 'b'")
     'datasets'
     """
     key, *_ = re.split(r"\W", change, maxsplit=1)
@@ -194,13 +203,7 @@ def refuse_damaged_model(recipe: Recipe, world: World) -> None:
 
     This is needed because loading does not compare checksums. All ranks call it.
     """
-    models = [("model_name_or_path", recipe.model), (recipe.teacher_key, recipe.teacher)]
-    models += [("rewards", Model(model_name_or_path=name)) for name in recipe.rollout.reward_models]
-    names = [
-        (key, model.model_name_or_path)
-        for key, model in models
-        if model is not None and model.model_name_or_path is not None
-    ]
+    names = [(key, str(model.model_name_or_path)) for key, model in _list_models(recipe)]
     checkpoints = RankGroup(world).on_main(
         lambda: [str(find_checkpoint_of(Path(name)) or "") for _, name in names]
     )
@@ -514,10 +517,10 @@ def compare_to_saved(
     deciding, other = compare_recipes(state["recipe"], to_dict(recipe), folder)
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
     changed_inputs = find_changed_inputs(inputs_then, inputs, deciding + other)
-    held_out = [change for change in other if _find_key(change) == "eval_datasets"]
+    held_out = [change for change in other if find_key(change) == "eval_datasets"]
     harmless = [change for change in other if change not in held_out]
     for change in changed_inputs:
-        key = _find_key(change)
+        key = find_key(change)
         if key == "eval_datasets":
             held_out.append(change)
         elif key in ("metrics", "callbacks"):  # they do not affect the training

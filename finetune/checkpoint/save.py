@@ -40,7 +40,6 @@ from finetune.checkpoint.manifest import (
 from finetune.checkpoint.shards import (
     TensorShard,
     copy_to_host,
-    count_parameters,
     encode_file,
     get_model_state,
     get_optimizer_state,
@@ -61,6 +60,7 @@ from finetune.files import durable
 from finetune.files.json_files import load_json
 from finetune.files.network import find_local_folder
 from finetune.files.phases import Phases
+from finetune.models.load import ModelSize
 
 # names of special tokens whose ids generation_config.json has, as bos_token_id and so on
 GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")
@@ -84,7 +84,7 @@ class Saver:
         inputs: What `fingerprint_inputs` returned.
         describe_files: Number of a step -> the method's own files for a checkpoint after that step,
             as name -> content. Called on rank 0.
-        carried_bytes: The size of the base's tensors that the export carries over.
+        size: The numbers of the model's parameters; None: room for an export is not asked for.
         phases: Measures the time of saves.
     """
 
@@ -98,7 +98,7 @@ class Saver:
         tokenizer: PreTrainedTokenizerBase,
         inputs: Mapping[str, str] | None = None,
         describe_files: Callable[[int], Mapping[str, bytes]] = lambda step: {},
-        carried_bytes: int = 0,
+        size: ModelSize | None = None,
         phases: Phases | None = None,
     ) -> None:
         self.run_folder = run_folder
@@ -119,7 +119,7 @@ class Saver:
 
         self._ranks.on_main(describe)
         self._describe_files = describe_files
-        self._carried_bytes = carried_bytes
+        self._size = size
         self._phases = phases or Phases()
         self._files: Mapping[str, bytes] = {}  # from `describe_files`, for the running save
         self._host_copies: dict[str, torch.Tensor] = {}  # memory that every async save uses again
@@ -149,28 +149,24 @@ class Saver:
         write, or if replicas of the model are not equal. Then nothing is published or pruned.
         """
         with self._phases.timed("save"):
-            self._save(progress)
+            self.finish()
 
-    def _save(self, progress: Progress) -> None:
-        """Does the work of `save`."""
-        self.finish()
+            def describe() -> None:
+                self._files = self._describe_files(progress.step)
 
-        def describe() -> None:
-            self._files = self._describe_files(progress.step)
-
-        self._ranks.on_main(describe)
-        scaler = self.world.accelerator.scaler
-        scaler_state = scaler.state_dict() if scaler is not None else None
-        progress = replace(progress, scaler=scaler_state)
-        all_shards = self._list_own_shards()
-        refuse_different_replicas(all_shards, progress.step, self._ranks)
-        shards = [shard for shard in all_shards if shard.is_first_copy]
-        if not self.is_async:
-            self._write(progress, shards)
-            return
-        self._is_copied.clear()
-        event = record_event(self.world.device)
-        self._start_thread("save", lambda: self._write_in_thread(progress, shards, event))
+            self._ranks.on_main(describe)
+            scaler = self.world.accelerator.scaler
+            scaler_state = scaler.state_dict() if scaler is not None else None
+            progress = replace(progress, scaler=scaler_state)
+            all_shards = self._list_own_shards()
+            refuse_different_replicas(all_shards, progress.step, self._ranks)
+            shards = [shard for shard in all_shards if shard.is_first_copy]
+            if not self.is_async:
+                self._write(progress, shards)
+                return
+            self._is_copied.clear()
+            event = record_event(self.world.device)
+            self._start_thread("save", lambda: self._write_in_thread(progress, shards, event))
 
     def before_update(self) -> None:
         """Waits until an async save has copied the state. Call it before parameters change."""
@@ -211,32 +207,26 @@ class Saver:
                 and its export.
         """
         with self._phases.timed("trial save"):
-            return self._check_save(steps, steps_per_epoch)
-
-    def _check_save(self, steps: int, steps_per_epoch: int | None) -> int:
-        """Does the work of `check_save`."""
-        parameters = self._count_parameters()  # first: FSDP1 copies the model for it
-        had_state = bool(self.optimizer.state)
-        shards = [shard for shard in self._list_own_shards() if shard.is_first_copy]
-        checkpoint_bytes = self._stage(Progress(), shards, is_published=False)
-        if self.is_async:
-            self._reserve(list(shards))
-        if not had_state:
-            # Listing the shards has made the state, whose memory is not needed before the first
-            # update.
-            self.optimizer.state.clear()
-        self._ranks.on_main(
-            lambda: refuse_small_disk(
-                self.run_folder,
-                self.recipe,
-                steps,
-                checkpoint_bytes,
-                parameters,
-                steps_per_epoch,
-                self._carried_bytes,
+            had_state = bool(self.optimizer.state)
+            shards = [shard for shard in self._list_own_shards() if shard.is_first_copy]
+            checkpoint_bytes = self._stage(Progress(), shards, is_published=False)
+            if self.is_async:
+                self._reserve(list(shards))
+            if not had_state:
+                # Listing the shards has made the state, whose memory is not needed before the first
+                # update.
+                self.optimizer.state.clear()
+            self._ranks.on_main(
+                lambda: refuse_small_disk(
+                    self.run_folder,
+                    self.recipe,
+                    steps,
+                    checkpoint_bytes,
+                    steps_per_epoch,
+                    self._size,
+                )
             )
-        )
-        return checkpoint_bytes
+            return checkpoint_bytes
 
     def _reserve(self, shards: list[TensorShard]) -> None:
         """Starts a thread that allocates host memory for async saves.
@@ -261,12 +251,6 @@ class Saver:
 
         self._thread = threading.Thread(target=run, daemon=True, name=name)
         self._thread.start()
-
-    def _count_parameters(self) -> int:
-        """Counts the parameters of all pipeline stages. All ranks call it."""
-        by_rank: list[int] = self._ranks.on_all(lambda: count_parameters(self.model))
-        by_stage = by_rank[:: self.world.stage_size]  # ranks of a stage count the same parameters
-        return sum(by_stage)
 
     def _list_own_shards(self) -> list[TensorShard]:
         """Lists this rank's shards of model and optimizer.

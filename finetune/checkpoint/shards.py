@@ -7,7 +7,6 @@ HuggingFaceStorageWriter(save_distributed=True); its reader can open them.
 """
 
 import json
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,11 +37,9 @@ from finetune.checkpoint.manifest import MODEL
 from finetune.config.module_names import is_adapter
 from finetune.constants import Shape
 from finetune.distributed.model_parts import local_part, text_names, tied_names, unwrap
-from finetune.distributed.pipeline import find_pipeline
 from finetune.distributed.world import TENSOR, RankGroup, World, gather_json
 from finetune.errors import UserError
 from finetune.files.tensors import StoredTensor, header_bytes, read_folder, read_slice
-from finetune.models.quantized_layers import CODES, SCALES, quantized_layers
 from finetune.optim.offload import OffloadedOptimizer, OffloadedTensor, allocate_aligned
 from finetune.optim.optimizers import complete_state
 
@@ -467,26 +464,6 @@ def set_optimizer_state(
     # An offloaded optimizer's state is in files, which `read_shards` has filled in place.
     if state and not isinstance(optimizer, OffloadedOptimizer):
         set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
-
-
-def count_parameters(model: torch.nn.Module) -> int:
-    """Counts the numbers in the parameters of this pipeline stage, as if they were not sharded.
-
-    A tied parameter counts once, and a quantized one like the original. All ranks call it.
-    """
-    pipeline = find_pipeline(unwrap(model))
-    skipped = set(tied_names(unwrap(model)))
-    if pipeline:
-        skipped.update(pipeline.copied)
-    count = 0
-    for name, layer in quantized_layers(unwrap(model)):
-        skipped.update((f"{name}.{CODES}", f"{name}.{SCALES}"))
-        count += math.prod(layer.full_shape)
-    state: dict[str, Any] = get_model_state_dict(model)
-    for name, tensor in state.items():
-        if name not in skipped:
-            count += math.prod(tensor.size())
-    return count
 
 
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:

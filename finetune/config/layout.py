@@ -399,7 +399,7 @@ def to_accelerate_config(sharding: Sharding, ranks: int, machines: int = 1) -> d
     return file
 
 
-def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
+def find_frozen_dtype(sharding: Sharding, lora: Lora) -> str:
     """Returns the dtype of a frozen base model: the compute dtype, as it needs no more precision.
 
     Under FSDP1 all parameters of a unit have one dtype. DoRA reads its adapters outside their own
@@ -411,7 +411,7 @@ def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
     return COMPUTE_DTYPE[sharding.mixed_precision]
 
 
-def compute_dtype(sharding: Sharding, model: Model, lora: Lora) -> str:
+def find_compute_dtype(sharding: Sharding, model: Model, lora: Lora) -> str:
     """Returns the dtype in which the model computes: that of mixed precision, if there is any.
 
     Otherwise it is that of the trained parameters: float32 for adapters, else the recipe's `dtype`.

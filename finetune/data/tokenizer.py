@@ -463,9 +463,9 @@ def keeps_border(backend: Any, before: str, after: str) -> bool:
     return bool(alone.offsets[-1:] == together.offsets[: len(alone.ids)][-1:])
 
 
-def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[int]:
-    """Returns the sorted ids of the tokens that end an answer: the stop tokens and `eot_tokens`."""
-    return sorted(tokenizer.convert_tokens_to_ids([*{*find_stop_tokens(tokenizer), *eot_tokens}]))
+def find_stop_token_ids(tokenizer: Any) -> list[int]:
+    """Returns the ids of `find_stop_tokens`, sorted: a token that ends an answer."""
+    return sorted(tokenizer.convert_tokens_to_ids(find_stop_tokens(tokenizer)))
 
 
 def find_stop_tokens(tokenizer: Any) -> list[str]:

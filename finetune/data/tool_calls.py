@@ -17,7 +17,7 @@ from finetune.data.tokenizer import (
     add_variables,
     apply_template,
     choose_tools,
-    end_of_answer_ids,
+    find_stop_token_ids,
     make_encoder,
     make_renderer_of,
 )
@@ -199,7 +199,7 @@ def make_tool_turns(recipe: Recipe, tokenizer: Any) -> ToolTurns:
     no known way to read calls fits it.
     """
     renderer = make_renderer_of(recipe.data, tokenizer)
-    stop_ids = end_of_answer_ids(tokenizer, recipe.model.eot_tokens)
+    stop_ids = find_stop_token_ids(tokenizer)
     stop_pattern = "|".join(map(re.escape, tokenizer.convert_ids_to_tokens(stop_ids)))
     if not renderer.has_template:
         raise UserError(f"tools: the tokenizer has no chat template; {ADVICE}")

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 
 from finetune.config.facts import MachineFacts, has_compiler
 from finetune.config.layout import Sharding
-from finetune.constants import count_cores
+from finetune.constants import COMPUTE_DTYPE, count_cores
 from finetune.distributed.world import (
     BATCH,
     EXPERT,
@@ -426,7 +426,6 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
             "use_orig_params": True,
             "sync_module_states": False,
             "forward_prefetch": sharding.forward_prefetch,
-            "backward_prefetch": "BACKWARD_PRE",
         }
     return FullyShardedDataParallelPlugin(
         cpu_offload=cpu_offload,
@@ -448,10 +447,7 @@ def _precision_policy(sharding: Sharding) -> Any:
     """
     if sharding.mixed_precision == "no":
         return None
-    if sharding.mixed_precision == "bf16":
-        dtype = torch.bfloat16
-    else:
-        dtype = torch.float16
+    dtype = getattr(torch, COMPUTE_DTYPE[sharding.mixed_precision])
     if sharding.layout == "fsdp2":
         return MixedPrecisionPolicy(
             param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None

@@ -195,10 +195,10 @@ def find_float32(model: Any, names: Iterable[str]) -> frozenset[str]:
     return frozenset(filter(pattern.search, names))
 
 
-def set_buffer(model: nn.Module, name: str, buffer: Tensor) -> None:
-    """Replaces the buffer of `model` with the given dotted name."""
+def set_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
+    """Replaces the parameter or buffer of `model` with the given dotted name."""
     owner, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(owner), attribute, buffer)
+    setattr(model.get_submodule(owner), attribute, tensor)
 
 
 def unwrap(model: nn.Module) -> Any:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp.wrap import (
 
 from finetune.config.layout import Sharding
 from finetune.config.module_names import base_name
-from finetune.constants import Names
+from finetune.constants import COMPUTE_DTYPE, Names
 from finetune.distributed.join import set_timeouts
 from finetune.distributed.model_parts import (
     Values,
@@ -36,6 +36,7 @@ from finetune.distributed.model_parts import (
     local_part,
     other_parts,
     place_like,
+    set_tensor,
     tied_names,
     unwrap,
 )
@@ -89,7 +90,6 @@ def shard_as_fsdp1(model: nn.Module, values: Values, world: World, classes: Name
             auto_wrap_policy=_wrap_policy(model, world.sharding, classes),
             mixed_precision=plugin.mixed_precision_policy,
             cpu_offload=plugin.cpu_offload,
-            backward_prefetch=plugin.backward_prefetch,
             forward_prefetch=plugin.forward_prefetch,
             use_orig_params=True,
             param_init_fn=fill,
@@ -371,12 +371,11 @@ def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
     if not isinstance(model, Fsdp1):
         yield
         return
-    compute_dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[
-        world.sharding.mixed_precision
-    ]
+    precision = world.sharding.mixed_precision
+    compute_dtype = getattr(torch, COMPUTE_DTYPE[precision])
     with (
         Fsdp1.summon_full_params(model, recurse=False, writeback=False),
-        torch.autocast(world.device.type, dtype=compute_dtype, enabled=compute_dtype is not None),
+        torch.autocast(world.device.type, dtype=compute_dtype, enabled=precision != "no"),
     ):
         yield
 
@@ -519,10 +518,10 @@ def _materialize(
     tied = tied_names(model)
     shared_parameters = _find_shared(model, shared)
     for name, parameter in shared_parameters.items():
-        _set_parameter(model, name, parameter)
+        set_tensor(model, name, parameter)
     for name, first in tied.items():
         if first in shared_parameters:
-            _set_parameter(model, name, shared_parameters[first])
+            set_tensor(model, name, shared_parameters[first])
     have_memory = {id(parameter) for parameter in shared_parameters.values()}
 
     def give_memory(tensor: Tensor) -> Tensor:
@@ -533,21 +532,14 @@ def _materialize(
     apply: Any = model._apply
     apply(give_memory)
     for name, first in tied.items():  # `_apply` has given each name a tensor of its own: tie again
-        _set_parameter(model, name, model.get_parameter(first))
+        set_tensor(model, name, model.get_parameter(first))
     with torch.no_grad():
         for name, buffer in buffers.items():
-            parent, _, leaf = name.rpartition(".")
-            model.get_submodule(parent)._buffers[leaf] = buffer.to(buffer_device)
+            set_tensor(model, name, buffer.to(buffer_device))
         for name, parameter in model.named_parameters():
             local = local_part(parameter)
             if local.numel() and name not in unfilled and name not in shared_parameters:
                 local.copy_(values(name, find_local_slices(parameter)))
-
-
-def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replaces the parameter of `model` with the given dotted name."""
-    parent, _, leaf = name.rpartition(".")
-    model.get_submodule(parent)._parameters[leaf] = parameter
 
 
 def frozen_parts(model: nn.Module) -> dict[str, Tensor]:

@@ -27,7 +27,7 @@ from finetune.data.tokenizer import (
     add_variables,
     apply_template,
     encode_plain,
-    end_of_answer_ids,
+    find_stop_token_ids,
     make_renderer,
     read_parts,
 )
@@ -214,7 +214,7 @@ def find_end_ids(model: InferenceModel) -> list[int]:
     configured = model.model.generation_config.eos_token_id  # an id, a list of ids, or None
     listed = configured if isinstance(configured, list) else [configured]
     valid = [token for token in listed if type(token) is int and token >= 0]
-    return sorted({*valid, *end_of_answer_ids(model.tokenizer)})
+    return sorted({*valid, *find_stop_token_ids(model.tokenizer)})
 
 
 def _make_generate_options(model: InferenceModel, sampling: AnswerOptions) -> dict[str, Any]:

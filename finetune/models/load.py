@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.config.layout import compute_dtype, frozen_dtype
+from finetune.config.layout import find_compute_dtype, find_frozen_dtype
 from finetune.config.methods import ScoreHead
 from finetune.config.module_names import find_trained, is_adapter
 from finetune.config.optimization import NOT_DECAYED
@@ -39,7 +39,7 @@ from finetune.distributed.model_parts import (
     find_float32,
     head_of,
     other_parts,
-    set_buffer,
+    set_tensor,
     take_language_model,
     text_names,
     unwrap,
@@ -200,7 +200,7 @@ def build_model(
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     if score_head.has_values:
         base = add_value_head(built, base)
-    base_dtype = DTYPES[frozen_dtype(world.sharding, lora)]
+    base_dtype = DTYPES[find_frozen_dtype(world.sharding, lora)]
     experts_dtype = base_dtype if lora.use_peft else DTYPES[model.dtype]
     _install_forward(built, model, world, optimization, experts_dtype)
     values = base
@@ -457,7 +457,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
         parameter.data = parameter.data.to(dtype)
     buffers = dict(model.named_buffers())
     for name in find_float32(model, buffers):  # from_config casts them, from_pretrained does not
-        set_buffer(model, name, buffers[name].float())
+        set_tensor(model, name, buffers[name].float())
     if not model.config.architectures:  # a recipe's model_config may not name its class
         model.config.architectures = [type(model).__name__]
     set_experts_implementation(model, "eager")  # loops over experts; exact on every device
@@ -719,7 +719,7 @@ def build_teacher(
         UserError: The model cannot be reached, or its files do not match its config.
     """
     keys = recipe.teacher
-    dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
+    dtype = DTYPES[find_compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
     config = trained_config(load_config(keys), keys)
     settings = getattr(config, "quantization_config", None)

@@ -52,7 +52,7 @@ from finetune.distributed.model_parts import (
     has_scores,
     head_of,
     name_of,
-    set_buffer,
+    set_tensor,
     text_modules,
     text_names,
     trunk_of,
@@ -141,7 +141,7 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
     model.to(dtype)
     for name, buffer in buffers.items():
         if name in names_in_fp32 or name.endswith(POSITIONS) or buffer.is_complex():
-            set_buffer(model, name, buffer)
+            set_tensor(model, name, buffer)
 
 
 def adapt_head(model: Any) -> None:

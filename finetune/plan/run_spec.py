@@ -15,8 +15,8 @@ from finetune.config.layout import (
     PipelineOrder,
     Sharding,
     choose_order,
-    compute_dtype,
     count_rounds,
+    find_compute_dtype,
     gathers_fp8,
     is_multiplied_in_fp8,
     split_layers,
@@ -382,7 +382,7 @@ class RunSpec:
     @property
     def compute_dtype(self) -> str:
         """The dtype of mixed precision, or the parameters' dtype if there is none."""
-        return compute_dtype(self.sharding, self.recipe.model, self.recipe.lora)
+        return find_compute_dtype(self.sharding, self.recipe.model, self.recipe.lora)
 
     @property
     def reduced_dtype(self) -> str:

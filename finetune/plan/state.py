@@ -11,7 +11,7 @@ from functools import wraps
 from math import prod
 from typing import ParamSpec, TypeVar
 
-from finetune.config.layout import Sharding, frozen_dtype, shard_experts
+from finetune.config.layout import Sharding, find_frozen_dtype, shard_experts
 from finetune.config.module_names import (
     find_trained,
     find_value,
@@ -150,7 +150,7 @@ def list_state_tensors(
     if lora.use_peft:
         _refuse_wrong_targets(architecture, names, lora)
         trained = set()
-        itemsize = ITEMSIZE[frozen_dtype(sharding, lora)]
+        itemsize = ITEMSIZE[find_frozen_dtype(sharding, lora)]
         adapters = _list_adapters(architecture, units, names, lora)
     else:
         trained = find_trained(list(names.values()), model, text)
@@ -473,7 +473,7 @@ def _split_flat(
 def _group_by_flat_unit(tensors: Sequence[StateTensor]) -> Iterable[list[StateTensor]]:
     """Groups tensors by the flat parameter of FSDP1 that they are in."""
     # DoRA's adapters, and adapters in a model with `modules_to_save`, are in their layer's unit
-    # (config.layout.frozen_dtype).
+    # (config.layout.find_frozen_dtype).
     adapted = any(".default." in tensor.name for tensor in tensors)
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
     has_saved_layers = adapted and any(

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
-from finetune.config.layout import frozen_dtype
+from finetune.config.layout import find_frozen_dtype
 from finetune.config.quantization import describe_quantization
 from finetune.flops import FORMULA
 from finetune.plan.advice import Advice, Need, Room, describe_changes
@@ -266,7 +266,7 @@ def _describe_reward_models(spec: RunSpec) -> list[str]:
 def _name_frozen(spec: RunSpec) -> str:
     """Names the dtype of a frozen base and, if its linear layers are quantized, how."""
     quantization = spec.recipe.quantization
-    dtype = frozen_dtype(spec.sharding, spec.recipe.lora)
+    dtype = find_frozen_dtype(spec.sharding, spec.recipe.lora)
     if quantization.bits:
         return f"{dtype}, {describe_quantization(quantization)} in linear layers"
     return dtype

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from finetune.config.layout import compute_dtype
+from finetune.config.layout import find_compute_dtype
 from finetune.config.pretrained import load_config
 from finetune.config.reward_names import name_of_reward
 from finetune.config.schema import Model, Recipe
@@ -95,7 +95,7 @@ def load_reward_models(recipe: Recipe, world: World) -> list[RewardModel]:
 
     Raises `UserError` if a model is unreachable, or its files do not match its config.
     """
-    dtype = DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
+    dtype = DTYPES[find_compute_dtype(world.sharding, recipe.model, recipe.lora)]
     models = []
     for text in read_reward_texts(recipe):
         keys = keys_of_reward(text.name, recipe)

@@ -24,7 +24,7 @@ from torch import nn
 from finetune.checkpoint.manifest import MODEL
 from finetune.checkpoint.save import describe_model, write_shards
 from finetune.checkpoint.shards import TensorShard, get_model_state, list_shards, weighted_sum
-from finetune.config.layout import compute_dtype
+from finetune.config.layout import find_compute_dtype
 from finetune.config.pretrained import text_config_of
 from finetune.config.schema import Recipe
 from finetune.config.served import list_expert_parameters
@@ -578,7 +578,7 @@ class VllmEngine:
         base = model_keys.model_name_or_path if is_adapter else None
         source = open_source(folder / MODEL, base_model=base, log=_log_nothing)
         options = ExportOptions(
-            dtype=compute_dtype(self._world.sharding, model_keys, self._recipe.lora),
+            dtype=find_compute_dtype(self._world.sharding, model_keys, self._recipe.lora),
             verify=False,
             overwrite=True,
             model=not is_adapter,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from finetune.config.facts import is_random
 from finetune.config.pretrained import read_positions, text_config_of
 from finetune.data.batches import MicroBatch, StepBatch
-from finetune.data.tokenizer import end_of_answer_ids
+from finetune.data.tokenizer import find_stop_token_ids
 from finetune.distributed.gradients import without_gradient_sync
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup
@@ -309,7 +309,7 @@ class Operations:
         """
         session = self.session
         if stop_ids is None:
-            stop_ids = end_of_answer_ids(session.tokenizer, session.recipe.model.eot_tokens)
+            stop_ids = find_stop_token_ids(session.tokenizer)
         completions = []
         for request in requests:
             for number in range(request["samples"]):

@@ -23,6 +23,7 @@ from finetune.config.compatibility import TRACKERS
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError, first_line
+from finetune.files.durable import replace_file
 from finetune.files.json_files import MAX_DIGITS, parse_json, read_json_object
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluate", "on_save", "on_end")
@@ -321,7 +322,7 @@ def open_tracker(
         if identity is None or report_to not in WRITE_ONCE:
             _store_settings(report_to, inner, settings)
         identities[report_to] = _find_identity(report_to, inner)
-        (folder / IDENTITY).write_text(json.dumps(identities) + "\n", encoding="utf-8")
+        replace_file(folder / IDENTITY, json.dumps(identities) + "\n")
     except Exception as error:  # whatever a tracker's library raises
         raise UserError(
             f"report_to: {report_to}: it does not start ({first_line(error)}); fix that, or set "

@@ -12,7 +12,7 @@ from finetune.checkpoint.manifest import Progress
 from finetune.constants import ANSWERED_TOKENS, ANSWERS_AT_ONCE, round_up
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
-from finetune.data.tokenizer import end_of_answer_ids
+from finetune.data.tokenizer import find_stop_token_ids
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.parallelize import unwrapped_call
 from finetune.distributed.world import RankGroup, World
@@ -213,9 +213,7 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
     if not run.prompts or "exact_match" in run.results.get(progress.step, {}):
         return
     with run.phases.timed("evaluation"):
-        samples = answer(
-            run.model, run.prompts, run.tokenizer, run.world, run.recipe.model.eot_tokens
-        )
+        samples = answer(run.model, run.prompts, run.tokenizer, run.world)
     share = sum(sample.is_exact for sample in samples) / len(samples)
     line = {
         "step": progress.step,
@@ -280,7 +278,6 @@ def answer(
     prompts: Sequence[Prompt],
     tokenizer: Any,
     world: World,
-    eot_tokens: tuple[str, ...] = (),
     generation: Generation = GREEDY,
 ) -> list[Sample]:
     """Answers every prompt; returns the samples on every rank, in the order of the prompts.
@@ -293,7 +290,6 @@ def answer(
         prompts: The prompts; if some have an expected answer, it limits the answers' length.
         tokenizer: Encodes expected answers and decodes samples.
         world: The ranks of the run.
-        eot_tokens: Tokens that end an answer, besides those of `find_stop_tokens`.
         generation: The length of answers, and how tokens are chosen.
     """
     model.eval()
@@ -309,7 +305,7 @@ def answer(
     samples: list[Sample] = []
     for start in range(0, len(own), size):
         batch = own[start : start + size]
-        samples += _generate(model, batch, tokenizer, world, eot_tokens, generation)
+        samples += _generate(model, batch, tokenizer, world, generation)
     by_rank = world.gather([asdict(sample) for sample in samples])
     # The ranks of a group have the same samples: those of its first rank are enough.
     ranks_per_group = world.stage_size // groups
@@ -350,13 +346,12 @@ def _generate(
     prompts: Sequence[Prompt],
     tokenizer: Any,
     world: World,
-    eot_tokens: tuple[str, ...],
     generation: Generation,
 ) -> list[Sample]:
     """Generates the answers to `prompts` in one batch, on this rank's model."""
     transformer: Any = unwrap(model)
     pad = _choose_pad(tokenizer)
-    stop_ids = end_of_answer_ids(tokenizer, eot_tokens)
+    stop_ids = find_stop_token_ids(tokenizer)
     inputs = _pad_left(prompts, pad)
     prompt_length = inputs["input_ids"].shape[1]
     # Eager, because generation has many shapes: torch.compile would reach its limit of graphs with

@@ -3,7 +3,6 @@ finished.json).
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +21,7 @@ from finetune.checkpoint.folders import list_checkpoints, lock_run, step_folder
 from finetune.checkpoint.manifest import Progress, hash_recipe, read_state
 from finetune.checkpoint.resume import (
     compare_to_saved,
+    find_key,
     list_starts,
     read_progress,
     refuse_damaged_model,
@@ -321,6 +321,7 @@ def start_run(
     size: ModelSize,
     optimizer: torch.optim.Optimizer,
     objectives: Objectives,
+    saver: Saver,
     progress: Progress,
     inputs: Mapping[str, str],
     hooks: Hooks,
@@ -380,18 +381,7 @@ def start_run(
         optimizer=optimizer,
         objectives=objectives,
         schedule=recipe.optimization.schedule(data.train.steps),
-        saver=Saver(
-            folder,
-            model,
-            optimizer,
-            world,
-            recipe,
-            tokenizer,
-            inputs,
-            objectives.training.describe_files,
-            size.carried_bytes,
-            phases,
-        ),
+        saver=saver,
         log=log,
         phases=phases,
         results={progress.step: results},
@@ -730,13 +720,9 @@ def _refuse_other_training(
     to_another_run, harmless = compare_to_saved(read_state(newest), recipe, inputs)
     if to_another_run:
         return
-    changed = []
-    for change in harmless:
-        key, *_ = re.split(
-            r"\W", change
-        )  # a change is described by a line that begins with its key
-        if recipe_keys()[key].section == "optimization":
-            changed.append(change)
+    changed = [
+        change for change in harmless if recipe_keys()[find_key(change)].section == "optimization"
+    ]
     if changed:
         raise UserError.of(
             [

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from finetune.checkpoint.manifest import Progress
@@ -144,15 +143,6 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
     in_backward = _make_update_in_backward(run)
-    do_step = partial(
-        train_step,
-        run.model,
-        run.optimizer,
-        recipe=recipe,
-        world=world,
-        guard=guard,
-        in_backward=in_backward,
-    )
     compilation = Compilation(recipe.model.torch_compile)
     with (
         _training_timed(run.phases, compilation),
@@ -167,11 +157,17 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         for batch, wait_seconds in _timed(run.read_batches(progress.step), run.watchdog):
             run.watchdog.beat(f"training step {batch.step + 1}")
             learning_rate = compute_learning_rate(batch.step, run.schedule)
-            result = do_step(
+            result = train_step(
+                run.model,
+                run.optimizer,
                 batch,
                 objective=run.objectives.training,
+                recipe=recipe,
+                world=world,
+                guard=guard,
                 learning_rate=learning_rate,
                 before_update=saver.before_update,
+                in_backward=in_backward,
             )
             _note_result(run, window, batch, result, wait_seconds, progress.skipped_steps)
             before = progress

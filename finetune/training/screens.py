@@ -16,7 +16,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from finetune.checkpoint.manifest import Progress
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import MachineFacts, attends_by_mask
+from finetune.config.facts import MachineFacts, ModelFacts, attends_by_mask
 from finetune.config.methods import DEFAULT_METHOD, describe_method
 from finetune.config.pretrained import find_adapter, read_facts, read_positions
 from finetune.config.quantization import describe_quantization
@@ -63,13 +63,14 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     world = run.world
     recipe = run.recipe
     model: Any = unwrap(run.model)
+    facts = read_facts(model.config, recipe.model.model_name_or_path)
     lines = [
         f"{run.folder}: {recipe.path} under {world.sharding.source}, {counted(world.size, 'rank')} "
         f"on {world.device.type}",
         *_describe_parameters(recipe, size, _name_class(model)),
         *_describe_layout(run),
         *_describe_batch(run),
-        *(f"note    {note}" for note in _list_notes(run)),
+        *(f"note    {note}" for note in _list_notes(recipe, world, run.data, facts)),
         *describe_offload(run.optimizer),
         *describe_quantized(model, recipe.quantization),
         *describe_rounding(model, recipe),
@@ -160,17 +161,23 @@ def _describe_batch(run: TrainingRun) -> list[str]:
     return lines
 
 
-def _list_notes(run: TrainingRun) -> Iterator[Any]:
-    """Yields the notes of the rules on this run. Problems that are errors were raised before."""
-    model: Any = unwrap(run.model)
-    recipe = run.recipe
-    world = run.world
-    machine = MachineFacts(device="cuda" if world.device.type == "cuda" else "cpu")
-    facts = read_facts(model.config, recipe.model.model_name_or_path)
-    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": run.data.train.steps}
-    for problem in find_problems(recipe, world.sharding, facts, **keys, images=run.data.images):
-        if problem.is_note:
-            yield problem
+def _list_notes(
+    recipe: Recipe, world: World, data: PreparedData, facts: ModelFacts | None = None
+) -> list[str]:
+    """Lists the notes of the rules on a run. Problems that are errors were raised before.
+
+    `facts`: about the model; None: the rules that need them are left out.
+    """
+    problems = find_problems(
+        recipe,
+        world.sharding,
+        facts,
+        ranks=world.size,
+        machine=MachineFacts(device="cpu" if world.device.type == "cpu" else "cuda"),
+        steps=data.train.steps,
+        images=data.images,
+    )
+    return [str(problem) for problem in problems if problem.is_note]
 
 
 def _describe_data(run: TrainingRun) -> list[str]:
@@ -652,7 +659,6 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     """Prints the plan of a run whose data is prepared: the plan, the data's findings, the rules'
     notes, and the steps.
     """
-    on_cpu = world.device.type == "cpu"
     report = data.report
     train = data.train
     # how many tokens a stream has is not known yet
@@ -660,10 +666,8 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     plan = _plan_for_world(recipe, world, read=read, images=data.images)
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
-    machine = MachineFacts(device="cpu" if on_cpu else "cuda")
-    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": train.steps}
-    for note in find_problems(recipe, world.sharding, **keys, images=data.images):
-        if note.is_note and str(note) not in plan.remarks:
+    for note in _list_notes(recipe, world, data):
+        if note not in plan.remarks:
             print(f"remark     {note}")
     an_epoch = f"{train.steps_per_epoch:,} an epoch, " if train.steps_per_epoch else ""
     print(f"steps      {an_epoch}{train.steps:,} in all")

@@ -19,7 +19,7 @@ from finetune.data.render import render
 from finetune.data.tokenizer import (
     ALIASES,
     TEMPLATES,
-    end_of_answer_ids,
+    find_stop_token_ids,
     fit_template,
     load_tokenizer,
     make_renderer,
@@ -237,14 +237,14 @@ def test_a_turn_that_ends_with_a_token_at_which_generation_does_not_stop_is_a_fi
     ):
         loaded = load_tokenizer(model, Data())
         assert "stop_not_trained" not in render(asked, make_renderer(loaded, True)).findings
-        assert end in end_of_answer_ids(loaded)
+        assert end in find_stop_token_ids(loaded)
         (folder / "generation_config.json").unlink(missing_ok=True)
 
 
 def test_generation_continues_after_a_thought_that_ends_like_another_familys_answer() -> None:
     tokenizer = tokenizer_with("gpt-oss")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    assert end in end_of_answer_ids(tokenizer)  # as phi3 ends an answer
+    assert end in find_stop_token_ids(tokenizer)  # as phi3 ends an answer
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|end|>", "<|return|>"]})
     tokenizer.eos_token = "<|return|>"
     asked = conversation("2+2?", "4")
@@ -252,9 +252,10 @@ def test_generation_continues_after_a_thought_that_ends_like_another_familys_ans
     rendered = render(asked, make_renderer(tokenizer, True))
     (span,) = rendered.spans
     ids = tokenizer(rendered.text[slice(*span)], add_special_tokens=False).input_ids
-    ends = [i for i, token in enumerate(ids) if token in end_of_answer_ids(tokenizer)]
+    ends = [i for i, token in enumerate(ids) if token in find_stop_token_ids(tokenizer)]
     assert end in ids and ends == [len(ids) - 1]
-    assert end in end_of_answer_ids(tokenizer, ("<|end|>",))  # the recipe's eot_tokens name it
+    tokenizer.stop_tokens = ("<|end|>",)  # as if the recipe's eot_tokens name it
+    assert end in find_stop_token_ids(tokenizer)
 
 
 def test_white_space_inside_generation_markers_is_trained_as_by_transformers() -> None:

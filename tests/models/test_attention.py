@@ -12,7 +12,7 @@ from torch import library
 from transformers import DynamicCache
 
 from finetune.data.examples import Prompt
-from finetune.data.tokenizer import end_of_answer_ids
+from finetune.data.tokenizer import find_stop_token_ids
 from finetune.errors import UserError
 from finetune.models import attention as attention
 from finetune.models import attention_kernels as document_attention
@@ -145,7 +145,7 @@ def test_prompts_are_answered_as_each_is_alone_beyond_the_original_length(
     tokenizer = make_tokenizer()
     model = build(family, vocab_size=len(tokenizer), **config).eval()
     prompts = [Prompt(ids.tolist(), "") for ids, _ in documents((12, 3, 6))]
-    ends: dict[str, Any] = {"eos_token_id": end_of_answer_ids(tokenizer), "do_sample": False}
+    ends: dict[str, Any] = {"eos_token_id": find_stop_token_ids(tokenizer), "do_sample": False}
     expected = []
     forget_lengths(model)
     for prompt in prompts:

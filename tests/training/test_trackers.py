@@ -2,16 +2,20 @@
 
 import json
 import os
+import resource
 import shutil
 import struct
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from finetune.config.compatibility import TRACKERS
+from finetune.errors import UserError
+from finetune.training import callbacks
 from finetune.training.callbacks import Tracker
 from finetune.training.metrics import MetricsLog
 from tests.ranks import ROOT, launch_ranks
@@ -94,6 +98,24 @@ def test_a_tracker_that_does_not_start_is_one_sentence_on_every_rank(
     (line,) = ended.outputs[0].splitlines()
     assert line.startswith("report_to: tensorboard: it does not start (")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_full_disk_leaves_the_ids_under_which_trackers_continue_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next start would begin another run in the tracker, with the latter half of the curves."""
+    identities = tmp_path / "tracker.json"
+    identities.write_text('{"tensorboard": "its id"}')
+    inner = SimpleNamespace(start=lambda: None, tracker=None, logging_dir="its id")
+    monkeypatch.setattr(callbacks, "_make_tracker", lambda *_: inner)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file can grow
+    try:
+        with pytest.raises(UserError, match="it does not start"):
+            callbacks.open_tracker("tensorboard", "run", tmp_path, {}, start_step=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert json.loads(identities.read_text()) == {"tensorboard": "its id"}
 
 
 def test_a_tracker_that_fails_is_reported_once_and_the_run_continues(

@@ -19,7 +19,7 @@ from finetune.data.messages import Message
 from finetune.data.packing import StoredBatches
 from finetune.data.paid_text import read_reward_texts
 from finetune.data.prepare import PreparedData
-from finetune.data.tokenizer import end_of_answer_ids
+from finetune.data.tokenizer import find_stop_token_ids
 from finetune.data.tool_calls import make_tool_turns
 from finetune.distributed.model_parts import unwrap
 from finetune.distributed.world import RankGroup, World
@@ -101,7 +101,7 @@ def _make_engine(
     Raises `UserError` if servers are to sample and there is no `folder` to hand weights over in.
     """
     keys = recipe.rollout
-    stop_ids = end_of_answer_ids(data.tokenizer, recipe.model.eot_tokens)
+    stop_ids = find_stop_token_ids(data.tokenizer)
     if keys.vllm_server_base_url is not None:
         if folder is None:
             raise UserError(
@@ -247,7 +247,7 @@ def try_rewards(recipe: Recipe, world: World, data: PreparedData) -> None:
     examples = data.train.examples
     tokenizer = data.tokenizer
     rewards = Rewards(recipe.rollout)
-    end_ids = end_of_answer_ids(tokenizer, recipe.model.eot_tokens)
+    end_ids = find_stop_token_ids(tokenizer)
     stop = end_ids[:1]  # any one of them ends an answer
     answers = [tokenizer.encode(text, add_special_tokens=False) for text in ("", "I do not know.")]
     sampled = [

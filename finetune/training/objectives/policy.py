@@ -146,7 +146,10 @@ class PolicyObjective(Objective):
             other_log_probabilities = self.other_model(model, micro_batch)
         # After the other model: a mixture's auxiliary loss is computed from the last forward.
         outputs = model(**inputs, head_function=choose_head(self.recipe)).double()
-        log_probabilities, values = self._split_head_outputs(outputs)
+        log_probabilities = outputs
+        values: Tensor | None = None
+        if self.recipe.method_facts.has_critic:
+            log_probabilities, values = outputs.unbind()
         metrics, maxima = self._describe(
             log_probabilities.detach(), completions, rollout, batch.step
         )
@@ -167,17 +170,6 @@ class PolicyObjective(Objective):
             loss = outputs.sum()
         metrics = {name: sum_and_divisor.float() for name, sum_and_divisor in metrics.items()}
         return Measured(loss.float(), metrics, maxima)
-
-    def _split_head_outputs(self, outputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Splits the head's outputs into log-probabilities and values, fp64[positions] each.
-
-        `outputs`: fp64[2, positions] with a critic. Without one they are the log-probabilities,
-        fp64[positions], and the values are None.
-        """
-        if not self.recipe.method_facts.has_critic:
-            return outputs, None
-        log_probabilities, values = outputs.unbind()
-        return log_probabilities, values
 
     def _compute_losses(
         self,

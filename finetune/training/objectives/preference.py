@@ -70,7 +70,9 @@ def dpo_losses(log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: 
     margin = keys.beta * log_ratios.margin
     if keys.loss_type == "hinge":
         return torch.relu(1 - margin)
-    return _smooth_sigmoid_losses(margin, label_smoothing)
+    kept = -F.logsigmoid(margin) * (1 - label_smoothing)
+    flipped = -F.logsigmoid(-margin) * label_smoothing
+    return kept + flipped
 
 
 def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, Metrics]:
@@ -132,13 +134,6 @@ def kto_losses(log_ratios: Tensor, desirable: Tensor, kl: Tensor, keys: Method) 
     gain = torch.where(desirable, log_ratios - kl, kl - log_ratios)
     weights = torch.where(desirable, keys.desirable_weight, keys.undesirable_weight)
     return weights * (1 - torch.sigmoid(keys.beta * gain))
-
-
-def _smooth_sigmoid_losses(margin: Tensor, label_smoothing: float) -> Tensor:
-    """Computes -log sigmoid of the margins, [pairs], as if a share `label_smoothing` of each margin
-    had the opposite sign.
-    """
-    return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
 
 
 def _log1mexp(x: Tensor) -> Tensor:
@@ -303,14 +298,8 @@ def make_measured(
     are not: they are quotients of two sums, in which the number cancels out.
     """
     detached = {name: pair.detach().float() for name, pair in metrics.items()}
-    return Measured(share_of(loss.float(), sequence_group), detached)
-
-
-def share_of(loss: Tensor, sequence_group: ProcessGroup | None) -> Tensor:
-    """Divides a loss by the number of ranks in `sequence_group`, all of which compute it."""
-    if sequence_group is None:
-        return loss
-    return loss / sequence_group.size()
+    ranks = 1 if sequence_group is None else sequence_group.size()
+    return Measured(loss.float() / ranks, detached)
 
 
 def sum_and_count(values: Tensor, where: Tensor | None = None) -> Tensor:

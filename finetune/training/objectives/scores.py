@@ -181,19 +181,14 @@ class ClassScores(Objective):
 class StepScores(Objective):
     """The loss of a process reward model: the cross entropy of whether a step of an answer is
     right, averaged over steps (Lightman et al. 2023, arXiv:2305.20050, as in TRL's PRMTrainer).
+
+    It needs no sequence group: each rank measures only the steps among its own tokens.
     """
 
-    classes: ClassScores  # computes loss and metrics of the two classes, right and wrong
-
-    @classmethod
-    def of(cls, _recipe: Recipe, _sequence_group: ProcessGroup | None) -> "StepScores":
-        """Makes the objective; the arguments, which all rows of `SCORING` get, have no influence.
-
-        The sequence group is not needed: each rank measures only the steps among its own tokens.
-        """
-        return cls(
-            ClassScores(STEP_SCORES, weights=(1.0, 1.0), has_several=False, sequence_group=None)
-        )
+    # computes loss and metrics of the two classes, right and wrong
+    classes: ClassScores = ClassScores(
+        STEP_SCORES, weights=(1.0, 1.0), has_several=False, sequence_group=None
+    )
 
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
@@ -288,7 +283,7 @@ SCORING: Mapping[RowKind, Callable[[Recipe, ProcessGroup | None], Objective]] = 
         recipe.method.center_rewards_coefficient, group
     ),
     "classes": ClassScores.of,
-    "steps": StepScores.of,
+    "steps": lambda _recipe, _group: StepScores(),
     "ranked": lambda recipe, group: RankedScores(recipe.method.loss_type, recipe.group_size, group),
 }
 
