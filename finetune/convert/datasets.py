@@ -115,8 +115,18 @@ TORCHTUNE_FORMATS = {
     "chat": None,
     "text_completion": "text",
     "instruct": "messages",
+    "grammar": "messages",
+    "samsum": "messages",
+    "slimorca": "messages",
     "the_cauldron": "cauldron",
     "gsm8k": "messages",
+}
+# those of pairs of texts -> their columns (prompt, answer), if the file's column_map names none
+TORCHTUNE_COLUMNS = {
+    "instruct": ("input", "output"),
+    "grammar": ("input", "output"),
+    "samsum": ("dialogue", "summary"),
+    "gsm8k": ("question", "answer"),
 }
 # those that train the prompt too unless train_on_input is false
 TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
@@ -124,6 +134,9 @@ TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
 TORCHTUNE_SOURCES = {
     "alpaca": "tatsu-lab/alpaca",
     "alpaca_cleaned": "yahma/alpaca-cleaned",
+    "grammar": "liweili/c4_200m",
+    "samsum": "Samsung/samsum",
+    "slimorca": "Open-Orca/SlimOrca-Dedup",
     "the_cauldron": "HuggingFaceM4/the_cauldron",
     "gsm8k": "openai/gsm8k",
 }
@@ -219,7 +232,7 @@ def _read_torchtune_entry(
         entry.take("transform._component_")
     if component == "text_completion" and "max_length" in conversion.recipe:
         conversion.recipe["overlength"] = "truncate"  # torchtune does not train the rest of a text
-    if component == "chat":
+    if component in ("chat", "slimorca"):
         notes = OF_OPENAI if entry.unread.get("conversation_style") == "openai" else ()
         conversion.remarks += [f"{entry.where}: {note}" for note in (OF_CHATS, *notes)]
     _report_torchtune_packing(entry, component, conversion)
@@ -267,14 +280,14 @@ def _take_torchtune_columns(entry: DataSetEntry, component: str) -> dict[str, An
     renames_none = all(key == f"column_map.{value}" for key, value in columns.items())
     if keys["type"] == "alpaca":
         keys["alpaca_prompt"] = True
-    if component == "gsm8k":
-        keys["prompt_column"] = "question"
-        keys["completion_column"] = "answer"
-    elif component == "instruct" or (keys["type"] == "alpaca" and not renames_none):
-        prompt = "input" if component == "instruct" else "instruction"
-        keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
+    if component in TORCHTUNE_COLUMNS:
+        prompt_column, answer_column = TORCHTUNE_COLUMNS[component]
+        keys["prompt_column"] = entry.take("column_map.input") or prompt_column
+        keys["completion_column"] = entry.take("column_map.output") or answer_column
+    elif keys["type"] == "alpaca" and not renames_none:
+        keys["prompt_column"] = entry.take("column_map.instruction") or "instruction"
         keys["completion_column"] = entry.take("column_map.output") or "output"
-    elif component == "chat":
+    elif component in ("chat", "slimorca"):
         conversations = entry.take("column_map.conversations")
         messages = entry.take("column_map.messages")
         keys["messages_column"] = conversations or messages or keys["messages_column"]

@@ -899,6 +899,26 @@ def test_torchtune_columns_and_a_trained_prompt(converted: Convert) -> None:
     assert "column_map" not in said
 
 
+@pytest.mark.parametrize(
+    ("builder", "path", "columns"),
+    [  # the defaults of torchtune/datasets/_samsum.py, _grammar.py and _slimorca.py
+        ("samsum", "Samsung/samsum", ("dialogue", "summary")),
+        ("grammar", "liweili/c4_200m", ("input", "output")),
+        ("slimorca", "Open-Orca/SlimOrca-Dedup", None),
+    ],
+)
+def test_torchtunes_data_set_that_names_no_source(
+    converted: Convert, builder: str, path: str, columns: tuple[str, str] | None
+) -> None:
+    text = TORCHTUNE.replace("instruct_dataset\n  source: org/pairs", f"{builder}_dataset")
+    ours, _, _ = converted(text)
+    [entry] = ours["datasets"]
+    assert entry.pop("path") == path
+    assert entry.pop("type") == "messages"
+    names = ("prompt_column", "completion_column")
+    assert entry == (dict(zip(names, columns, strict=True)) if columns else {})
+
+
 def test_a_prompt_that_stays_masked_is_reported(converted: Convert) -> None:
     ours, said, _ = converted(
         _datasets("[{path: a/b, type: {field_output: a}}]\ntrain_on_inputs: true")
