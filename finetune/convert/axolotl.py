@@ -506,6 +506,7 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     family = guess_family(str(settings.get("base_model")))
     _report_positions(settings, conversion)
     _report_trained_copies(settings, conversion)
+    _report_new_tokens(settings, conversion)
     _report_family(settings, family, conversion)
     if settings.get("sample_packing"):
         _report_axolotl_packing(settings, family, conversion)
@@ -535,6 +536,23 @@ def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
     length = convert_number(settings.get("sequence_len"))
     if isinstance(length, int) and length > least:
         conversion.add_remark("sequence_len", length, MORE_POSITIONS)
+
+
+# load_tokenizer of loaders/tokenizer.py, which asks for lora_modules_to_save for other tokens alone
+ENDS_FROZEN = (
+    "beside adapters the embedding and the output head are trained there where "
+    "lora_modules_to_save names them; both are trained here"
+)
+
+
+def _report_new_tokens(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that tokens added beside adapters leave embedding and head frozen there."""
+    tokens = read_section(settings, "special_tokens").get("additional_special_tokens")
+    modules = convert_names(settings.get("lora_modules_to_save")) or ()
+    trained_ends = [name for name in modules if re.search("emb|wte|head", name)]
+    if tokens and settings.get("adapter") and len(trained_ends) < 2:
+        key = "special_tokens.additional_special_tokens"
+        conversion.add_difference(key, tokens, ENDS_FROZEN)
 
 
 def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:

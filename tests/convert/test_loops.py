@@ -108,6 +108,7 @@ from finetune.convert.axolotl import (
     ADAPTERS_BESIDE_NVFP4,
     BY_SOFTMAX,
     COPIES_AS_LOADED,
+    ENDS_FROZEN,
     EXPERTS_ADAPTED,
     FIRST_ENTRY,
     LAST_HELD_OUT,
@@ -2471,12 +2472,63 @@ def test_the_families_whose_names_peft_takes_so_are_pefts() -> None:
         ({"base_model": "arcee-ai/AFM-4.5B", "eot_tokens": ["<|im_end|>"]}, False),
         ({"base_model": "Qwen/Qwen3-8B"}, False),
         ({"base_model": "arcee-ai/AFM-4.5B", "chat_template": "chatml"}, False),
+        ({"base_model": "CohereForAI/c4ai-command-r-v01"}, False),
     ],
 )
 def test_the_end_of_turns_that_no_table_knows_may_be_another_than_eos(
     keys: dict[str, Any], is_unknown: bool, convert: Convert
 ) -> None:
     assert (OTHER_ENDS in said(convert(AXOLOTL, **keys))) == is_unknown
+
+
+@pytest.mark.parametrize(
+    ("template", "eot_tokens", "untrained"),
+    [
+        ("llama3", None, "<|eot_id|>"),
+        ("llama3", ["<|eot_id|>"], None),
+        ("llama3", ["<|im_end|>"], "<|eot_id|>"),
+        ("cohere", None, "<|END_OF_TURN_TOKEN|>"),
+    ],
+)
+def test_the_end_of_a_turn_is_untrained_where_eot_tokens_lacks_it(
+    template: str, eot_tokens: list[str] | None, untrained: str | None, convert: Convert
+) -> None:
+    keys = {"base_model": "org/model", "chat_template": template, "eot_tokens": eot_tokens}
+    text = said(convert(AXOLOTL, **keys))
+    assert ("the EOS token alone ends a trained turn there" in text) == (untrained is not None)
+    assert f"{untrained} is not trained" in text or untrained is None
+
+
+@pytest.mark.parametrize(
+    ("modules", "is_said"),
+    [(None, True), (["lm_head"], True), (["embed_tokens", "lm_head"], False)],
+)
+def test_ends_of_the_model_are_frozen_beside_adapters_where_axolotl_does_not_name_them(
+    modules: list[str] | None, is_said: bool, convert: Convert
+) -> None:
+    keys = {
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_target_linear": True,
+        "lora_modules_to_save": modules,
+    }
+    tokens = {"additional_special_tokens": ["<|tool|>"]}
+    made = convert(AXOLOTL, **keys, special_tokens=tokens)
+    assert made.recipe["added_tokens"] == ["<|tool|>"]
+    assert (ENDS_FROZEN in said(made)) == is_said
+    assert ENDS_FROZEN not in said(convert(AXOLOTL, special_tokens=tokens))
+
+
+def test_a_reward_model_has_no_ends_of_turns(convert: Convert) -> None:
+    pairs = [{"path": "a/pairs", "type": "bradley_terry.chat_template"}]
+    keys = {
+        "reward_model": True,
+        "datasets": pairs,
+        "chat_template": "gemma",
+        "eot_tokens": ["<end_of_turn>"],
+    }
+    made = convert(AXOLOTL, **keys)
+    assert made.recipe["method"] == "reward" and "eot_tokens" in made.ignored
 
 
 @pytest.mark.parametrize(
