@@ -189,6 +189,10 @@ DIONS_MUON = (
     "and no Nesterov momentum"
 )
 
+# MuonOptimizerFactory of contribs/mit/muon leaves out vectors, and looks for lm_head in names
+MAGNITUDES_FIXED = "DoRA's magnitudes are not trained there"
+HEADS_ADAPTER = "the adapter of lm_head is trained by AdamW there, by this optimizer here"
+
 
 def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how Axolotl's optimizers of matrices, such as Muon, differ from those here."""
@@ -199,6 +203,11 @@ def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not conversion.recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+    else:
+        if conversion.recipe.get("use_dora"):
+            conversion.add_difference("optimizer", optim, MAGNITUDES_FIXED)
+        if "lm_head" in conversion.recipe.get("lora_target_modules", ()):
+            conversion.add_difference("optimizer", optim, HEADS_ADAPTER)
 
 
 # create_optimizer_grouped_parameters of core/trainers/mixins/optimizer.py, for optimizers that

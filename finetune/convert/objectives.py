@@ -703,10 +703,19 @@ def _scale_eaft(conversion: Conversion) -> None:
     conversion.remarks.append(f"use_eaft: true   ({UNDIVIDED})")
 
 
+# compute_loss of TRL's DPOTrainer, by whose example ms-swift computes it too
+CHOSEN_BY_MICRO_BATCH = (
+    "rpo_alpha: the cross entropy of the chosen answers is a mean of each micro-batch there, which "
+    "count alike; here a mean over the whole step"
+)
+
+
 def _report_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports what the tool's trainer for `method` does otherwise."""
     if conversion.tool == "LLaMA-Factory":
         _report_factorys_trainer(method, settings, conversion)
+    elif conversion.recipe.get("rpo_alpha"):
+        conversion.remarks.append(CHOSEN_BY_MICRO_BATCH)
     if conversion.tool in ("TRL", "Axolotl"):
         _report_trls_trainer(method, settings, conversion)
     if method == "kto":

@@ -176,6 +176,7 @@ from finetune.convert.numbers import EMPTY_TEXTS
 from finetune.convert.objectives import (
     ADAPTED_ALONE,
     BIASES_FIXED,
+    CHOSEN_BY_MICRO_BATCH,
     EMBEDDING_ROUNDED,
     FROM_THE_START,
     HEAD_ROUNDED,
@@ -202,6 +203,7 @@ from finetune.convert.trained_layers import (
     DROPOUT_ON_EXPERTS,
     FUSED_OTHERWISE,
     HALF_OF_FUSED,
+    HEAD_UNNAMED,
     MLP_NAMES,
     NO_AUXILIARY,
     NO_SUCH_LAYER,
@@ -217,6 +219,7 @@ from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer
 from finetune.optim.optimizers import make_parameter_groups
 from tests.convert.conftest import Convert, said
+from tests.models.families import build
 
 MODEL = {
     "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
@@ -2517,6 +2520,44 @@ def test_ends_of_the_model_are_frozen_beside_adapters_where_axolotl_does_not_nam
     assert made.recipe["added_tokens"] == ["<|tool|>"]
     assert (ENDS_FROZEN in said(made)) == is_said
     assert ENDS_FROZEN not in said(convert(AXOLOTL, special_tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_said"),
+    [
+        (["lm_head.weight", "model.norm.weight"], True),
+        (["^lm_head.weight$", "^model.embed_tokens.weight$"], False),
+        (["model.layers.1."], False),
+    ],
+)
+def test_a_head_that_is_the_embedding_has_no_name_of_its_own_in_axolotl(
+    patterns: list[str], is_said: bool, convert: Convert
+) -> None:
+    model = build("llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in dict(model.named_parameters())
+    made = convert(AXOLOTL, unfrozen_parameters=patterns)
+    assert (HEAD_UNNAMED in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "is_said"),
+    [
+        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["sigmoid", "sft"]}, True),
+        (AXOLOTL, {"rl": "dpo"}, False),
+        (
+            {"model_name_or_path": "org/model", "dataset_name": "org/pairs"},
+            {"beta": 0.1, "rpo_alpha": 0.5},
+            True,
+        ),
+    ],
+)
+def test_micro_batches_count_alike_in_the_cross_entropy_beside_dpo(
+    tool: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    pairs = (
+        {"datasets": [{"path": "a/pairs", "type": "chat_template.default"}]} if "rl" in keys else {}
+    )
+    assert (CHOSEN_BY_MICRO_BATCH in said(convert(tool, **keys, **pairs))) == is_said
 
 
 def test_a_reward_model_has_no_ends_of_turns(convert: Convert) -> None:
