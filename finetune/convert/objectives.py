@@ -84,6 +84,11 @@ ANSWERS_SLICED = (
     "of a row of over {} tokens the prompt stays whole there, and each answer is sliced by "
     "[:max_length - tokens of the longer answer]; before TRL 0.28 {}; here the row loses its end"
 )
+# _truncate_long_sequences_rl of Axolotl's utils/data/rl.py, before that trainer adds the EOS token
+SLICED_AGAIN = (
+    "a row that is cut is too long again there by its EOS token, so that TRL since 0.28 slices "
+    "each answer by [:sequence_len - tokens of the longer answer]; here it loses its end alone"
+)
 # what keys.csv says of a file with max_prompt_length, and with max_completion_length
 PROMPT_CUT_ALONE = "a longer prompt loses its beginning there"
 ANSWER_CUT_ALONE = "a longer answer loses its end there"
@@ -775,6 +780,9 @@ def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion
     smoothing = "dpo_label_smoothing" if is_axolotl else "label_smoothing"
     if method == "dpo" and settings.get(smoothing):
         conversion.add_difference(smoothing, settings[smoothing], SMOOTHED_BEFORE)
+    strategy = settings.get("excess_length_strategy")
+    if is_axolotl and method in EXPERIMENTAL_METHODS and str(strategy).lower() == "truncate":
+        conversion.add_difference("excess_length_strategy", strategy, SLICED_AGAIN)
     if is_axolotl:
         return
     if method in (*EXPERIMENTAL_METHODS, "kto"):

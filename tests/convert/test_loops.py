@@ -183,6 +183,7 @@ from finetune.convert.objectives import (
     INPUTS_PUT_OFF,
     KTO_ROWS_OF_FACTORY,
     MIN_TO_MAX,
+    SLICED_AGAIN,
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
@@ -2558,6 +2559,23 @@ def test_micro_batches_count_alike_in_the_cross_entropy_beside_dpo(
         {"datasets": [{"path": "a/pairs", "type": "chat_template.default"}]} if "rl" in keys else {}
     )
     assert (CHOSEN_BY_MICRO_BATCH in said(convert(tool, **keys, **pairs))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("rl", "strategy", "is_said"),
+    [
+        ("orpo", "truncate", True),
+        ("simpo", "Truncate", True),
+        ("orpo", "drop", False),
+        ("dpo", "truncate", False),
+    ],
+)
+def test_a_cut_pair_of_axolotls_is_sliced_again_by_trls_older_trainers(
+    rl: str, strategy: str, is_said: bool, convert: Convert
+) -> None:
+    pairs = [{"path": "a/pairs", "type": "chat_template.argilla"}]
+    made = convert(AXOLOTL, rl=rl, datasets=pairs, excess_length_strategy=strategy)
+    assert (SLICED_AGAIN in said(made)) == is_said
 
 
 def test_a_reward_model_has_no_ends_of_turns(convert: Convert) -> None:
