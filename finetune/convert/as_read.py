@@ -111,6 +111,15 @@ UNREAD_RULES = (
         ("cosine_min_lr_ratio",),
         lambda file: _warms_up_by_squares(file) or _find_schedule(file) not in COSINE_SCHEDULES,
     ),
+    UnreadRule(
+        ("Axolotl",),
+        ("cosine_constant_lr_ratio",),
+        lambda file: (
+            _warms_up_by_squares(file)
+            or _find_schedule(file) != "cosine"
+            or not file.get("cosine_min_lr_ratio")
+        ),
+    ),
     UnreadRule(("Axolotl",), ("lr_quadratic_warmup",), lambda file: not _warms_up_by_squares(file)),
     # from_pretrained of the tokenizer
     UnreadRule(

@@ -189,6 +189,10 @@ DIONS_MUON = (
     "and no Nesterov momentum"
 )
 
+# MuonOptimizerFactory of contribs/mit/muon leaves out vectors, and looks for lm_head in names
+MAGNITUDES_FIXED = "DoRA's magnitudes are not trained there"
+HEADS_ADAPTER = "the adapter of lm_head is trained by AdamW there, by this optimizer here"
+
 
 def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how Axolotl's optimizers of matrices, such as Muon, differ from those here."""
@@ -199,6 +203,11 @@ def _report_muon(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("optimizer", optim, DIONS_MUON)
     elif not conversion.recipe.get("use_peft"):
         conversion.add_difference("optimizer", optim, "norms and biases are not trained there")
+    else:
+        if conversion.recipe.get("use_dora"):
+            conversion.add_difference("optimizer", optim, MAGNITUDES_FIXED)
+        if "lm_head" in conversion.recipe.get("lora_target_modules", ()):
+            conversion.add_difference("optimizer", optim, HEADS_ADAPTER)
 
 
 # create_optimizer_grouped_parameters of core/trainers/mixins/optimizer.py, for optimizers that
@@ -506,6 +515,7 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     family = guess_family(str(settings.get("base_model")))
     _report_positions(settings, conversion)
     _report_trained_copies(settings, conversion)
+    _report_new_tokens(settings, conversion)
     _report_family(settings, family, conversion)
     if settings.get("sample_packing"):
         _report_axolotl_packing(settings, family, conversion)
@@ -535,6 +545,23 @@ def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
     length = convert_number(settings.get("sequence_len"))
     if isinstance(length, int) and length > least:
         conversion.add_remark("sequence_len", length, MORE_POSITIONS)
+
+
+# load_tokenizer of loaders/tokenizer.py, which asks for lora_modules_to_save for other tokens alone
+ENDS_FROZEN = (
+    "beside adapters the embedding and the output head are trained there where "
+    "lora_modules_to_save names them; both are trained here"
+)
+
+
+def _report_new_tokens(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that tokens added beside adapters leave embedding and head frozen there."""
+    tokens = read_section(settings, "special_tokens").get("additional_special_tokens")
+    modules = convert_names(settings.get("lora_modules_to_save")) or ()
+    trained_ends = [name for name in modules if re.search("emb|wte|head", name)]
+    if tokens and settings.get("adapter") and len(trained_ends) < 2:
+        key = "special_tokens.additional_special_tokens"
+        conversion.add_difference(key, tokens, ENDS_FROZEN)
 
 
 def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:

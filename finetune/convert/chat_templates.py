@@ -311,6 +311,7 @@ TURN_ENDS: Mapping[str, str] = {
     "gemma": "<end_of_turn>",
     "gemma4": "<turn|>",
     "phi3": "<|end|>",
+    "command-r": "<|END_OF_TURN_TOKEN|>",
 }
 # Family -> the template of ours that writes the turns of its models' own templates.
 FAMILY_TEMPLATES = {
@@ -323,6 +324,7 @@ ENDS_AS_EOS = (
     (r"qwen-?[12]\S*(instruct|chat|-vl)|qwen-?3(?!.*base)|smollm\S*instruct|phi-?4", "<|im_end|>"),
     (r"llama-?3\S*instruct", "<|eot_id|>"),
     (r"llama-?4\S*instruct", "<|eot|>"),
+    (r"command-?(r|a)|/aya", "<|END_OF_TURN_TOKEN|>"),
 )
 # Axolotl's templates that are no model's own
 OTHER_STYLES = ("alpaca", "metharme")
@@ -475,6 +477,10 @@ SAVED_TEMPLATE = (
 SAVED_BY_FACTORY = ("chatml",)
 # add_eos of TRL's trainers, to which Axolotl hands rows as texts
 SCORED_EOS = "the EOS token follows {} there unless it is that, and is scored; it is not here"
+MAYBE_SCORED_EOS = (
+    "where the tokenizer's template ends an answer with another token, the EOS token follows that "
+    "there, and is scored; it is not here"
+)
 # add_bos_token_if_needed and add_eos_token_if_needed of TRL's ORPO and CPO trainers
 ENDS_ADDED = (
     "the tokenizer's BOS token begins a prompt there, and its EOS token ends an answer and is "
@@ -549,19 +555,25 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
     if has_own_template and "chat_template" not in conversion.recipe and not conversion.images:
         report_own_thoughts(name, "datasets.type", "chat_template", conversion)
     end = _find_end_besides_eos(name, conversion)
-    if end is not None and not settings.get("eot_tokens"):
+    eot_tokens = settings.get("eot_tokens")
+    if end is not None and end not in (eot_tokens or ()):
         note = (
             f"the EOS token alone ends a trained turn there: {end} is not trained unless it is "
             "that; it is here"
         )
-        conversion.add_difference("eot_tokens", settings.get("eot_tokens"), note)
-    is_unknown = (
+        conversion.add_difference("eot_tokens", eot_tokens, note)
+    is_unknown = _has_unknown_ends(name, conversion)
+    if has_own_template and is_unknown and not (eot_tokens or conversion.images):
+        conversion.add_remark("eot_tokens", None, OTHER_ENDS)
+
+
+def _has_unknown_ends(name: str, conversion: Conversion) -> bool:
+    """Whether turns end as the model's own template says, which is not known here."""
+    return (
         "chat_template" not in conversion.recipe
         and guess_family(name) not in FAMILY_TEMPLATES
         and not any(re.search(pattern, name.lower()) for pattern, _ in ENDS_AS_EOS)
     )
-    if has_own_template and is_unknown and not (settings.get("eot_tokens") or conversion.images):
-        conversion.add_remark("eot_tokens", None, OTHER_ENDS)
 
 
 def _find_end_besides_eos(name: str, conversion: Conversion) -> str | None:
@@ -666,9 +678,12 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(ENDED_BEFORE[method])
     if not is_axolotl:
         return
-    end = _find_end_besides_eos(name_model(settings), conversion)
+    name = name_model(settings)
+    end = _find_end_besides_eos(name, conversion)
     if end is not None and not adds_ends:
         conversion.add_remark("rl", settings.get("rl"), SCORED_EOS.format(end))
+    elif _has_unknown_ends(name, conversion) and not adds_ends:
+        conversion.add_remark("rl", settings.get("rl"), MAYBE_SCORED_EOS)
     ours = conversion.recipe.get("chat_template")
     if ours == "gemma4":
         conversion.add_difference(
@@ -676,7 +691,7 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
         )
     if adds_ends:
         return  # ENDS_ADDED says what becomes of the BOS token
-    template = ours or FAMILY_TEMPLATES.get(guess_family(name_model(settings)) or "")
+    template = ours or FAMILY_TEMPLATES.get(guess_family(name) or "")
     if template in WITHOUT_BOS:
         conversion.remarks.append(TOKENIZERS_BOS)
     elif template not in TEMPLATES.values():
@@ -722,6 +737,8 @@ def report_scored_text(settings: ToolFile, conversion: Conversion) -> None:
     Replaces the reports about trained tokens: a reward model only scores the text.
     """
     conversion.differences = [line for line in conversion.differences if ONE_TEXT not in line]
+    if conversion.recipe.pop("eot_tokens", None):
+        conversion.ignored.append("eot_tokens")
     for note in (SPACE_TRAINED, BREAK_TRAINED):
         conversion.remarks = [line for line in conversion.remarks if note not in line]
     template = settings.get("chat_template") or settings.get("template")

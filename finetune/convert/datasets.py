@@ -665,9 +665,13 @@ RATED_FORMS = {
     "intel": "question",
     "prompt_pairs": "prompt",
     "ultra": "prompt",
-    "argilla_chat": "chosen",  # not a text: messages without the answer
 }
 ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
+RATED_CHAT = "argilla_chat"  # a form under KTO: the column completion has all messages
+FIRST_OF_RATED_CHAT = (
+    "in 0.18 the first message is the question and the second the answer; in 0.21 and here the "
+    "last one is the answer, after all before it"
+)
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # conversations, which our reader recognizes
 OWN_TEMPLATES = ("chatml", "llama3")  # templates by which a type itself writes the turns
 # columns of which alignment-handbook's `columns` may select some with no effect here
@@ -699,6 +703,10 @@ def _read_axolotl_preferences(entry: DataSetEntry, method: str, conversion: Conv
         keys["prompt_column"] = entry.take("field_messages")
         if method == "orpo":
             conversion.add_remark("datasets.type", kind, PROMPT_REPEATED)
+    elif form == RATED_CHAT and method == "kto":
+        entry.take("type")
+        keys["messages_column"] = "completion"
+        conversion.add_remark("datasets.type", kind, FIRST_OF_RATED_CHAT)
     elif form in (RATED_FORMS if method == "kto" else PAIR_FORMS):
         entry.take("type")
         keys |= _name_form_columns(form, method)
@@ -751,11 +759,10 @@ def _take_own_template(template: str, kind: str, conversion: Conversion) -> None
 def _name_form_columns(form: str, method: str) -> dict[str, Any]:
     """Returns our column keys for a form of PAIR_FORMS, or of RATED_FORMS under KTO."""
     if method == "kto":
-        row_format = None if form == "argilla_chat" else "messages"
         return {
             "prompt_column": RATED_FORMS[form],
             "completion_column": "completion",
-            "type": row_format,
+            "type": "messages",
         }
     columns = ARGILLA if form == "argilla" else {}
     return {"prompt_column": PAIR_FORMS[form], "type": "messages", **columns}

@@ -84,6 +84,11 @@ ANSWERS_SLICED = (
     "of a row of over {} tokens the prompt stays whole there, and each answer is sliced by "
     "[:max_length - tokens of the longer answer]; before TRL 0.28 {}; here the row loses its end"
 )
+# _truncate_long_sequences_rl of Axolotl's utils/data/rl.py, before that trainer adds the EOS token
+SLICED_AGAIN = (
+    "a row that is cut is too long again there by its EOS token, so that TRL since 0.28 slices "
+    "each answer by [:sequence_len - tokens of the longer answer]; here it loses its end alone"
+)
 # what keys.csv says of a file with max_prompt_length, and with max_completion_length
 PROMPT_CUT_ALONE = "a longer prompt loses its beginning there"
 ANSWER_CUT_ALONE = "a longer answer loses its end there"
@@ -706,10 +711,19 @@ def _scale_eaft(conversion: Conversion) -> None:
     conversion.remarks.append(f"use_eaft: true   ({UNDIVIDED})")
 
 
+# compute_loss of TRL's DPOTrainer, by whose example ms-swift computes it too
+CHOSEN_BY_MICRO_BATCH = (
+    "rpo_alpha: the cross entropy of the chosen answers is a mean of each micro-batch there, which "
+    "count alike; here a mean over the whole step"
+)
+
+
 def _report_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports what the tool's trainer for `method` does otherwise."""
     if conversion.tool == "LLaMA-Factory":
         _report_factorys_trainer(method, settings, conversion)
+    elif conversion.recipe.get("rpo_alpha"):
+        conversion.remarks.append(CHOSEN_BY_MICRO_BATCH)
     if conversion.tool in ("TRL", "Axolotl"):
         _report_trls_trainer(method, settings, conversion)
     if method == "kto":
@@ -769,6 +783,9 @@ def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion
     smoothing = "dpo_label_smoothing" if is_axolotl else "label_smoothing"
     if method == "dpo" and settings.get(smoothing):
         conversion.add_difference(smoothing, settings[smoothing], SMOOTHED_BEFORE)
+    strategy = settings.get("excess_length_strategy")
+    if is_axolotl and method in EXPERIMENTAL_METHODS and str(strategy).lower() == "truncate":
+        conversion.add_difference("excess_length_strategy", strategy, SLICED_AGAIN)
     if is_axolotl:
         return
     if method in (*EXPERIMENTAL_METHODS, "kto"):

@@ -263,6 +263,12 @@ NAMED_OTHERWISE = (
     "meant by {} is frozen there, trained here"
 )
 
+# named_parameters of torch, through which Axolotl looks, gives a shared tensor its first name alone
+HEAD_UNNAMED = (
+    "where the output head is the embedding, lm_head is no name of it there, and it stays frozen; "
+    "it is trained here"
+)
+
 
 def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
     """Reports Axolotl's patterns of trained parameters that match nothing there, but do here."""
@@ -274,6 +280,10 @@ def _report_unnamed(settings: ToolFile, conversion: Conversion) -> None:
     if unnamed:
         note = NAMED_OTHERWISE.format(", ".join(unnamed))
         conversion.add_difference("unfrozen_parameters", patterns, note)
+    starts = [str(each).removeprefix("^") for each in patterns]
+    names_head = any(each.startswith("lm_head") for each in starts)
+    if names_head and not any("emb" in each or "wte" in each for each in starts):
+        conversion.add_remark("unfrozen_parameters", patterns, HEAD_UNNAMED)
 
 
 def _names_nothing(pattern: str, family: str) -> bool:

@@ -1954,6 +1954,10 @@ def test_muon_scales_its_updates_as_the_tool_does(converted: Convert) -> None:
     assert ours["optim"] == "muon" and "norms and biases are not trained there" in said
     assert "root of rows / columns" in converted(muon + "fsdp_config: {offload_params: false}\n")[1]
     assert "optimizer" not in converted(AXOLOTL.replace("adamw_torch_fused", "muon"))[1]
+    with_dora = AXOLOTL.replace("adamw_torch_fused", "muon") + "peft_use_dora: true\n"
+    assert "DoRA's magnitudes are not trained there" in converted(with_dora)[1]
+    with_head = AXOLOTL.replace("adamw_torch_fused", "muon") + "lora_target_modules: [lm_head]\n"
+    assert "the adapter of lm_head is trained by AdamW there" in converted(with_head)[1]
     assert "optim" not in converted(AUTOMODEL.replace("torch.optim.AdamW", "dion.Muon"))[0]
 
 

@@ -108,6 +108,7 @@ from finetune.convert.axolotl import (
     ADAPTERS_BESIDE_NVFP4,
     BY_SOFTMAX,
     COPIES_AS_LOADED,
+    ENDS_FROZEN,
     EXPERTS_ADAPTED,
     FIRST_ENTRY,
     LAST_HELD_OUT,
@@ -175,12 +176,14 @@ from finetune.convert.numbers import EMPTY_TEXTS
 from finetune.convert.objectives import (
     ADAPTED_ALONE,
     BIASES_FIXED,
+    CHOSEN_BY_MICRO_BATCH,
     EMBEDDING_ROUNDED,
     FROM_THE_START,
     HEAD_ROUNDED,
     INPUTS_PUT_OFF,
     KTO_ROWS_OF_FACTORY,
     MIN_TO_MAX,
+    SLICED_AGAIN,
 )
 from finetune.convert.recognize import Refusal
 from finetune.convert.runnable import NO_LAYER, OWN_CODE, ROUTERS, WORDS_THERE
@@ -201,6 +204,7 @@ from finetune.convert.trained_layers import (
     DROPOUT_ON_EXPERTS,
     FUSED_OTHERWISE,
     HALF_OF_FUSED,
+    HEAD_UNNAMED,
     MLP_NAMES,
     NO_AUXILIARY,
     NO_SUCH_LAYER,
@@ -216,6 +220,7 @@ from finetune.data.render import render_turns
 from finetune.data.tokenizer import make_renderer
 from finetune.optim.optimizers import make_parameter_groups
 from tests.convert.conftest import Convert, said
+from tests.models.families import build
 
 MODEL = {
     "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
@@ -2471,12 +2476,118 @@ def test_the_families_whose_names_peft_takes_so_are_pefts() -> None:
         ({"base_model": "arcee-ai/AFM-4.5B", "eot_tokens": ["<|im_end|>"]}, False),
         ({"base_model": "Qwen/Qwen3-8B"}, False),
         ({"base_model": "arcee-ai/AFM-4.5B", "chat_template": "chatml"}, False),
+        ({"base_model": "CohereForAI/c4ai-command-r-v01"}, False),
     ],
 )
 def test_the_end_of_turns_that_no_table_knows_may_be_another_than_eos(
     keys: dict[str, Any], is_unknown: bool, convert: Convert
 ) -> None:
     assert (OTHER_ENDS in said(convert(AXOLOTL, **keys))) == is_unknown
+
+
+@pytest.mark.parametrize(
+    ("template", "eot_tokens", "untrained"),
+    [
+        ("llama3", None, "<|eot_id|>"),
+        ("llama3", ["<|eot_id|>"], None),
+        ("llama3", ["<|im_end|>"], "<|eot_id|>"),
+        ("cohere", None, "<|END_OF_TURN_TOKEN|>"),
+    ],
+)
+def test_the_end_of_a_turn_is_untrained_where_eot_tokens_lacks_it(
+    template: str, eot_tokens: list[str] | None, untrained: str | None, convert: Convert
+) -> None:
+    keys = {"base_model": "org/model", "chat_template": template, "eot_tokens": eot_tokens}
+    text = said(convert(AXOLOTL, **keys))
+    assert ("the EOS token alone ends a trained turn there" in text) == (untrained is not None)
+    assert f"{untrained} is not trained" in text or untrained is None
+
+
+@pytest.mark.parametrize(
+    ("modules", "is_said"),
+    [(None, True), (["lm_head"], True), (["embed_tokens", "lm_head"], False)],
+)
+def test_ends_of_the_model_are_frozen_beside_adapters_where_axolotl_does_not_name_them(
+    modules: list[str] | None, is_said: bool, convert: Convert
+) -> None:
+    keys = {
+        "adapter": "lora",
+        "lora_r": 8,
+        "lora_target_linear": True,
+        "lora_modules_to_save": modules,
+    }
+    tokens = {"additional_special_tokens": ["<|tool|>"]}
+    made = convert(AXOLOTL, **keys, special_tokens=tokens)
+    assert made.recipe["added_tokens"] == ["<|tool|>"]
+    assert (ENDS_FROZEN in said(made)) == is_said
+    assert ENDS_FROZEN not in said(convert(AXOLOTL, special_tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("patterns", "is_said"),
+    [
+        (["lm_head.weight", "model.norm.weight"], True),
+        (["^lm_head.weight$", "^model.embed_tokens.weight$"], False),
+        (["model.layers.1."], False),
+    ],
+)
+def test_a_head_that_is_the_embedding_has_no_name_of_its_own_in_axolotl(
+    patterns: list[str], is_said: bool, convert: Convert
+) -> None:
+    model = build("llama", tie_word_embeddings=True)
+    assert "lm_head.weight" not in dict(model.named_parameters())
+    made = convert(AXOLOTL, unfrozen_parameters=patterns)
+    assert (HEAD_UNNAMED in said(made)) == is_said
+
+
+@pytest.mark.parametrize(
+    ("tool", "keys", "is_said"),
+    [
+        (AXOLOTL, {"rl": "dpo", "dpo_loss_type": ["sigmoid", "sft"]}, True),
+        (AXOLOTL, {"rl": "dpo"}, False),
+        (
+            {"model_name_or_path": "org/model", "dataset_name": "org/pairs"},
+            {"beta": 0.1, "rpo_alpha": 0.5},
+            True,
+        ),
+    ],
+)
+def test_micro_batches_count_alike_in_the_cross_entropy_beside_dpo(
+    tool: dict[str, Any], keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    pairs = (
+        {"datasets": [{"path": "a/pairs", "type": "chat_template.default"}]} if "rl" in keys else {}
+    )
+    assert (CHOSEN_BY_MICRO_BATCH in said(convert(tool, **keys, **pairs))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("rl", "strategy", "is_said"),
+    [
+        ("orpo", "truncate", True),
+        ("simpo", "Truncate", True),
+        ("orpo", "drop", False),
+        ("dpo", "truncate", False),
+    ],
+)
+def test_a_cut_pair_of_axolotls_is_sliced_again_by_trls_older_trainers(
+    rl: str, strategy: str, is_said: bool, convert: Convert
+) -> None:
+    pairs = [{"path": "a/pairs", "type": "chat_template.argilla"}]
+    made = convert(AXOLOTL, rl=rl, datasets=pairs, excess_length_strategy=strategy)
+    assert (SLICED_AGAIN in said(made)) == is_said
+
+
+def test_a_reward_model_has_no_ends_of_turns(convert: Convert) -> None:
+    pairs = [{"path": "a/pairs", "type": "bradley_terry.chat_template"}]
+    keys = {
+        "reward_model": True,
+        "datasets": pairs,
+        "chat_template": "gemma",
+        "eot_tokens": ["<end_of_turn>"],
+    }
+    made = convert(AXOLOTL, **keys)
+    assert made.recipe["method"] == "reward" and "eot_tokens" in made.ignored
 
 
 @pytest.mark.parametrize(

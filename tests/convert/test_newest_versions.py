@@ -49,6 +49,7 @@ from finetune.convert.chat_templates import (
     COMMON_TURNS_OF_IMAGES,
     ENDED_BEFORE,
     ENDS_ADDED,
+    MAYBE_SCORED_EOS,
     OF_PHI3,
     OF_PHI4,
     ONE_TEXT,
@@ -453,6 +454,8 @@ PAIRS = [{"path": "a/pairs", "type": "chat_template.default"}]
         ("llama3", "<|eot_id|>", False, False),
         ("llama3", None, True, False),
         ("mistral_v1", None, False, False),
+        ("cohere", "<|end_of_text|>", True, False),
+        ("cohere", "<|END_OF_TURN_TOKEN|>", False, False),
     ],
 )
 def test_what_is_scored_after_an_answer_of_a_pair_is_said(
@@ -462,6 +465,17 @@ def test_what_is_scored_after_an_answer_of_a_pair_is_said(
     text = said(convert(AXOLOTL, **keys, special_tokens={"eos_token": eos}))
     assert ("the EOS token follows" in text) == follows
     assert (TOKENIZERS_BOS in text) == lacks_bos and SCORED_BREAK not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "is_said"),
+    [("arcee-ai/AFM-4.5B", True), ("CohereForAI/aya-23-8B", False), ("Qwen/Qwen3-8B", False)],
+)
+def test_an_eos_token_after_a_template_that_no_table_knows_is_said(
+    model: str, is_said: bool, convert: Convert
+) -> None:
+    keys = {"base_model": model, "rl": "dpo", "datasets": PAIRS}
+    assert (MAYBE_SCORED_EOS in said(convert(AXOLOTL, **keys))) == is_said
 
 
 def test_what_trl_scores_after_an_answer_of_a_pair_is_said(convert: Convert) -> None:

@@ -175,7 +175,7 @@ def test_columns_of_axolotls_types(kind: str, expected: dict[str, str], tmp_path
     ("kind", "expected"),
     [
         ("chatml.argilla", {"prompt_column": "instruction", "completion_column": "completion", "type": "messages"}),
-        ("llama3.argilla_chat", {"prompt_column": "chosen", "completion_column": "completion"}),
+        ("llama3.argilla_chat", {"messages_column": "completion"}),
         ("{field_prompt: q, field_completion: a, field_label: good}", {"prompt_column": "q", "completion_column": "a", "label_column": "good"}),
     ],
 )  # fmt: skip

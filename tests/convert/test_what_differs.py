@@ -1520,6 +1520,24 @@ def test_axolotls_warm_up_is_quadratic_under_cosine_alone(convert: Convert) -> N
     assert "a quadratic warm-up" not in said(linear) and WARMED_EARLIER in said(linear)
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_read"),
+    [
+        ({"cosine_min_lr_ratio": 0.1}, True),
+        ({"cosine_min_lr_ratio": 0}, False),
+        ({}, False),
+        ({"cosine_min_lr_ratio": 0.1, "lr_scheduler": "linear"}, False),
+        ({"cosine_min_lr_ratio": 0.1, "lr_quadratic_warmup": True}, False),
+    ],
+)
+def test_axolotls_cosine_stays_constant_above_a_minimum_alone(
+    keys: dict[str, Any], is_read: bool, convert: Convert
+) -> None:
+    made = convert(AXOLOTL, cosine_constant_lr_ratio=0.5, **keys)
+    assert ("cosine_constant_lr_ratio" in said(made)) == is_read
+    assert ("cosine_constant_lr_ratio" in made.ignored) != is_read
+
+
 def test_axolotl_counts_the_warm_up_of_pairs_in_epochs_whatever_max_steps_is(
     convert: Convert,
 ) -> None:
