@@ -173,6 +173,11 @@ THOUGHTS_KEPT = (
     "template: the thoughts of all answers of a row stay as they are written there; here where the "
     "tokenizer's template keeps them"
 )
+# _swift_encode of template/base.py: an answer's thought is a part of its text
+OPENING_TRAINED = (
+    "template: the <think> before a thought is trained there; here it is not where the tokenizer's "
+    "prompt for an answer ends with it"
+)
 # model -> its default_system in templates/qwen.py, which base models have too
 SYSTEMS = {
     r"qwen-?2\.5-math(?!.*instruct)": (
@@ -239,8 +244,10 @@ def _report_thoughts(name: str, settings: ToolFile, conversion: Conversion) -> N
     elif not template and not is_hybrid and WRITING_THOUGHTS.search(name):
         conversion.remarks.append(NO_EMPTY_THOUGHTS)
     keeps_thoughts = settings.get("preserve_thinking", not trains_last)
-    if keeps_thoughts and (is_hybrid or THINKING.search(name)):
-        conversion.remarks.append(THOUGHTS_KEPT)
+    if is_hybrid or THINKING.search(name):
+        conversion.remarks.append(OPENING_TRAINED)
+        if keeps_thoughts:
+            conversion.remarks.append(THOUGHTS_KEPT)
     if settings.get("system") == "":
         conversion.add_difference("system", "", NO_SYSTEM)
 
