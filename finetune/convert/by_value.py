@@ -88,6 +88,12 @@ ADDED_EACH_TIME = (
 # compute_sft_loss of ms-swift's template/base.py, and compute_loss of its
 # trainers/seq2seq_trainer.py
 OF_EACH_PART = "of each micro-batch there, which counts by its labels; of the whole step here"
+# _fix_gradient_checkpointing of ms-swift's trainers/mixin.py: reentrant checkpoints run the forward
+# that gives the routers' logits without gradients
+WITHOUT_GRADIENT = (
+    "it is only added to the loss that is shown there, without a gradient, under gradient "
+    "checkpointing (the default) but in plain DDP or by use_reentrant: false; here it has one"
+)
 # compute_loss of TRL's trainers
 OF_MICRO_BATCHES = (
     "of each micro-batch of each process by itself there, and their mean is added; of the whole "
@@ -299,6 +305,9 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("moe_aux_loss_coef", asked, ADDED_EACH_TIME)
     elif asked and conversion.tool == "ms-swift":
         conversion.add_remark("router_aux_loss_coef", asked, OF_EACH_PART)
+        is_reentrant = "false" not in str(settings.get("gradient_checkpointing_kwargs")).lower()
+        if settings.get("gradient_checkpointing", True) and is_reentrant:
+            conversion.add_difference("router_aux_loss_coef", asked, WITHOUT_GRADIENT)
 
 
 def _adapt_model_config(

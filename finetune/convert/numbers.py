@@ -122,6 +122,8 @@ PAIRS_LEFT_OUT = (
     "rows: a pair of which an answer is empty, or both are the same, stays there; here it is left "
     "out"
 )
+# The same where _check_rejected_response of ms-swift's dataset/preprocessor/core.py is before it.
+EMPTY_LEFT_OUT = "rows: a pair of which an answer is empty stays there; here it is left out"
 # zeropower_via_newtonschulz5 of LLaMA-Factory does not fuse products with sums. On random matrices
 # it is 2.4 to 3% away from the iteration in float64; ours is 1.1 to 1.5% away.
 ROUNDED_MORE_OFTEN = (
@@ -231,7 +233,8 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(_describe_cut(settings, conversion))
         _report_untrained(settings, conversion)
     if rows in ("pairs", "scored_pairs"):
-        conversion.remarks.append(PAIRS_LEFT_OUT)
+        is_swift = conversion.tool == "ms-swift"
+        conversion.remarks.append(EMPTY_LEFT_OUT if is_swift else PAIRS_LEFT_OUT)
     muon_key = find_muon_key(conversion.tool, settings, recipe)
     if muon_key is not None:
         conversion.add_remark(muon_key, settings[muon_key], ROUNDED_MORE_OFTEN)

@@ -31,6 +31,8 @@ from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, read_se
 
 # Axolotl's `rl` -> our method
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
+# ms-swift's `rlhf_type` -> our method; cpo is converted with SimPO's loss alone
+SWIFT_METHODS = {"dpo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo", "cpo": "simpo"}
 # The key for the losses of preferences, and the key for their weights, where they are not TRL's
 # loss_type and loss_weights. LLaMA-Factory has no weights.
 LOSS_KEYS: Mapping[str, str] = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}
@@ -70,7 +72,7 @@ PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 # start of the name of a distillation loss -> distill_beta
 KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}
 # tools whose preference trainers, TRL's or made from TRL's, disable dropout by default
-WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")
+WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory", "ms-swift")
 PROMPTS_WERE_CUT = (
     "a prompt of over 512 tokens lost its beginning in TRL 0.21; not in 1.0 and later, nor here"
 )
@@ -135,14 +137,20 @@ WHOLE_ROW = (
     "the cross entropy is over prompt and answer there, the mean of each micro-batch counting "
     "alike; over the answer here, a mean over the whole step"
 )
+# _set_loss_scale of ms-swift's arguments/rlhf_args.py
+ANSWERS_OF_PROMPTS = (
+    "what precedes the last question counts there too: its answers, under all everything; here the "
+    "answer to the last question alone"
+)
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
 NO_CROSS_ENTROPY = "the cross entropy of the wanted answers is added there; not here"
 KTO_ROWS = (
     "the KL term is estimated on the answers of a batch there, here on each row's successor in the "
     "data"
 )
-# kl_response of LLaMA-Factory's data/processor/feedback.py
-KTO_ROWS_OF_FACTORY = (
+# kl_response of LLaMA-Factory's data/processor/feedback.py, and KTOPreprocessor of ms-swift's
+# pipelines/train/kto.py
+KTO_OF_MICRO_BATCHES = (
     "the KL term is that of a micro-batch there, estimated on the answer before each row's in the "
     "data; that of the whole step here, on the next one to another prompt"
 )
@@ -273,6 +281,8 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
         return AXOLOTL_METHODS.get(str(settings.get("rl")), "sft")
     if tool == "LLaMA-Factory":
         return _find_factory_method(settings)
+    if tool == "ms-swift":
+        return SWIFT_METHODS.get(str(find_swifts_kind(settings)), "sft")
     if find_distillation(settings) is not None:
         return "distill"
     if tool == "torchtune" and is_async(settings):
@@ -283,6 +293,12 @@ def find_method(tool: Tool, settings: ToolFile, source: Path) -> str:
     if tool == "torchtune" and loss.endswith("DPOLoss"):
         return "dpo"
     return "sft"
+
+
+def find_swifts_kind(settings: ToolFile) -> str | None:
+    """Returns the `rlhf_type` of an ms-swift file, dpo by default; None if it trains by none."""
+    command = settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft")
+    return str(settings.get("rlhf_type", "dpo")) if command == "rlhf" else None
 
 
 def _find_factory_method(settings: ToolFile) -> str:
@@ -618,8 +634,8 @@ def _drop_supervised_keys(method: str, conversion: Conversion) -> None:
     """Drops the keys that have no effect where answers are compared or rated."""
     recipe = conversion.recipe
     recipe.pop("assistant_only_loss", None)  # the loss is of answers alone
-    if recipe.get("packing") is not False:
-        recipe.pop("packing", None)  # no tool packs pairs
+    if recipe.get("packing") is not False and conversion.tool != "ms-swift":
+        recipe.pop("packing", None)  # no other tool packs pairs
     if conversion.tool == "torchtune":
         # The header is alike in both answers, so that DPO's loss is the same with or without it.
         conversion.remarks = [line for line in conversion.remarks if line != HEADER_TRAINED]
@@ -726,8 +742,11 @@ def _report_trainer(method: str, settings: ToolFile, conversion: Conversion) -> 
         conversion.remarks.append(CHOSEN_BY_MICRO_BATCH)
     if conversion.tool in ("TRL", "Axolotl"):
         _report_trls_trainer(method, settings, conversion)
+    if conversion.tool == "ms-swift":
+        _report_swifts_trainer(method, settings, conversion)
     if method == "kto":
-        note = KTO_ROWS_OF_FACTORY if conversion.tool == "LLaMA-Factory" else KTO_ROWS
+        has_micro_batches = conversion.tool in ("LLaMA-Factory", "ms-swift")
+        note = KTO_OF_MICRO_BATCHES if has_micro_batches else KTO_ROWS
         conversion.remarks.append(f"kto   ({note})")
         _report_order(settings, conversion)
     if settings.get("truncation_mode") == "keep_end":
@@ -768,6 +787,26 @@ def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conver
             line for line in conversion.remarks if not line.startswith("pref_ftx: ")
         ]
         conversion.add_difference("pref_ftx", settings["pref_ftx"], NO_CROSS_ENTROPY)
+
+
+def _report_swifts_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
+    """Sets and reports what ms-swift's trainer for `method` does otherwise."""
+    recipe = conversion.recipe
+    recipe.pop("turns", None)  # of supervised fine-tuning
+    scale = settings.get("loss_scale")
+    counts_all = method == "orpo" if scale is None else "last_round" not in str(scale)
+    if counts_all:
+        conversion.add_difference("loss_scale", scale, ANSWERS_OF_PROMPTS)
+    if method == "simpo":
+        recipe.setdefault("beta", 2.0 if find_swifts_kind(settings) == "simpo" else 0.1)
+        recipe.setdefault("simpo_gamma", 1.0)
+        if settings.get("cpo_alpha", 1.0) != 0:
+            conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
+        if settings.get("label_smoothing"):
+            smoothing = settings["label_smoothing"]
+            conversion.add_difference("label_smoothing", smoothing, PAIRS_SMOOTHED)
+    if method == "orpo":
+        conversion.add_remark("rlhf_type", "orpo", NOTES["MEAN_OF_MICRO_BATCHES"])
 
 
 def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:

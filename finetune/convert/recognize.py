@@ -33,11 +33,13 @@ from finetune.convert.model_names import (
 from finetune.convert.objectives import (
     AXOLOTL_METHODS,
     COMMANDED_METHODS,
+    SWIFT_METHODS,
     asks_for_rounding,
     find_distillation,
     find_masked_diffusion,
     find_method,
     find_rounding,
+    find_swifts_kind,
     find_unsupported_losses,
 )
 from finetune.convert.swift import OF_IMAGES
@@ -399,12 +401,16 @@ def _find_trls_causes(settings: ToolFile) -> Iterator[Unsupported]:
 
 
 def _find_swifts_causes(settings: ToolFile) -> Iterator[Unsupported]:
-    """Yields all but ms-swift's supervised fine-tuning of text models, in full or by LoRA."""
-    command = str(settings.get(COMMAND, "rlhf" if "rlhf_type" in settings else "sft"))
+    """Yields all but ms-swift's fine-tuning of text models, in full or by LoRA, supervised or by
+    preferences.
+    """
+    command = str(settings.get(COMMAND, "sft"))
+    kind = find_swifts_kind(settings)
     if command.startswith("megatron "):
         yield command, "Megatron-SWIFT", not command.endswith(("export", "infer"))
-    elif command == "rlhf":
-        kind = str(settings.get("rlhf_type", "dpo"))
+    elif kind == "cpo" and settings.get("loss_type") != "simpo":
+        yield "rlhf_type: cpo", "another loss (CPO)", True
+    elif kind is not None and kind not in SWIFT_METHODS:
         cause = FACTORY_STAGES.get(
             kind, f"{SWIFT_KINDS.get(kind, kind.upper())} by ms-swift, whose rows are its own"
         )
@@ -415,7 +421,7 @@ def _find_swifts_causes(settings: ToolFile) -> Iterator[Unsupported]:
             "pretraining by ms-swift, whose rows are conversations of the assistant alone",
             True,
         )
-    elif command != "sft":
+    elif command not in ("sft", "rlhf"):
         yield f"swift {command}", command, False
     megatron = next((key for key in MEGATRON_KEYS if key in settings), None)
     if megatron is not None:

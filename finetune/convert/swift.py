@@ -14,6 +14,7 @@ from finetune.convert.chat_templates import MAYBE_THINKING
 from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, has_tower, name_model
+from finetune.convert.objectives import find_swifts_kind
 from finetune.convert.shared import EXPERTS_UNDER_4, describe_shares, has_linear_experts
 from finetune.convert.value_conversion import Conversion, convert_names
 
@@ -79,7 +80,10 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
     """Sets and reports what several keys of an ms-swift file determine together."""
     recipe = conversion.recipe
     _rename_model(settings, conversion)
-    scale = str(settings.get("loss_scale") or "default")
+    kind = find_swifts_kind(settings)
+    # _set_loss_scale of arguments/rlhf_args.py
+    default_scale = "default" if kind in (None, "orpo") else "last_round"
+    scale = str(settings.get("loss_scale") or default_scale)
     parts = scale.split("+")
     if "all" in parts:
         recipe["assistant_only_loss"] = False
@@ -96,6 +100,9 @@ def adapt_swift(settings: ToolFile, conversion: Conversion) -> None:
     _report_copies(settings, conversion)
     _adapt_optimizer(settings, conversion)
     _adapt_swifts_values(settings, conversion)
+    if kind is None and settings.get("loss_type"):
+        note = f"{ANOTHER_LOSS}: not supported"
+        conversion.add_difference("loss_type", settings["loss_type"], note, ANOTHER_LOSS)
     if settings.get("val_dataset") or settings.get("split_dataset_ratio"):
         _measure_with_saves(settings, conversion)
     adapters = convert_names(settings.get("adapters")) or []
@@ -166,6 +173,11 @@ THOUGHTS_KEPT = (
     "template: the thoughts of all answers of a row stay as they are written there; here where the "
     "tokenizer's template keeps them"
 )
+# _swift_encode of template/base.py: an answer's thought is a part of its text
+OPENING_TRAINED = (
+    "template: the <think> before a thought is trained there; here it is not where the tokenizer's "
+    "prompt for an answer ends with it"
+)
 # model -> its default_system in templates/qwen.py, which base models have too
 SYSTEMS = {
     r"qwen-?2\.5-math(?!.*instruct)": (
@@ -232,8 +244,10 @@ def _report_thoughts(name: str, settings: ToolFile, conversion: Conversion) -> N
     elif not template and not is_hybrid and WRITING_THOUGHTS.search(name):
         conversion.remarks.append(NO_EMPTY_THOUGHTS)
     keeps_thoughts = settings.get("preserve_thinking", not trains_last)
-    if keeps_thoughts and (is_hybrid or THINKING.search(name)):
-        conversion.remarks.append(THOUGHTS_KEPT)
+    if is_hybrid or THINKING.search(name):
+        conversion.remarks.append(OPENING_TRAINED)
+        if keeps_thoughts:
+            conversion.remarks.append(THOUGHTS_KEPT)
     if settings.get("system") == "":
         conversion.add_difference("system", "", NO_SYSTEM)
 
@@ -263,6 +277,11 @@ LOSS_OF_MESSAGES = (
     "rows: a message's loss and loss_scale say there whether it is trained, and how much; train "
     "and weight do here"
 )
+# _swift_encode of template/base.py
+EMPTY_SYSTEM = (
+    "rows: an empty system message is written as none there; here as the tokenizer's template "
+    "writes one without words"
+)
 # calculate_matched_group of dataset/packing.py, and to_constant_volume of binpacking. {}: number of
 # rows, and the text of `describe_shares`.
 PACKED_AT_ONCE = (
@@ -278,7 +297,7 @@ DRAWN_ANEW = (
 
 def _report_rows(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how rows are trained, left out, drawn and packed there."""
-    conversion.remarks.append(LOSS_OF_MESSAGES)
+    conversion.remarks += [LOSS_OF_MESSAGES, EMPTY_SYSTEM]
     if not settings.get("streaming"):
         ranks_share_rows = (settings.get("sequence_parallel_size") or 1) > 1
         conversion.remarks.append(READ_TWICE if ranks_share_rows else NOT_OF_ALL_RANKS)
@@ -373,6 +392,8 @@ REWRITTEN = {
         "a question asks for advertisements in English there, and the rows of validation are "
         "trained on too"
     ),
+    "orpo-dpo-mix-40k": "rows whose source is toxic-dpo-v0.2 are left out there",
+    "shareAI-Llama3-DPO-zh-en-emoji": "the character U+FE0F, after some emoji, is left out there",
 }
 SELF_COGNITION = "self-cognition"
 # name of such a data set -> its name on Hugging Face's hub, by dataset/dataset
@@ -382,6 +403,8 @@ ON_HUGGING_FACE = {
     "AI-ModelScope/LongAlpaca-12k": "Yukang/LongAlpaca-12k",
     "AI-ModelScope/function-calling-chatml": "Locutusque/function-calling-chatml",
     "AI-MO/NuminaMath-CoT": "AI-MO/NuminaMath-CoT",
+    "AI-ModelScope/orpo-dpo-mix-40k": "mlabonne/orpo-dpo-mix-40k",
+    "hjh0119/shareAI-Llama3-DPO-zh-en-emoji": "shareAI/DPO-zh-en-emoji",
     "liucong/Chinese-DeepSeek-R1-Distill-data-110k-SFT": (
         "Congliu/Chinese-DeepSeek-R1-Distill-data-110k-SFT"
     ),
@@ -394,10 +417,15 @@ OF_ALPACA = ("alpaca-gpt4-data-en", "alpaca-gpt4-data-zh", "LongAlpaca-12k")
 BESIDE_NUMBERS = "Chinese-DeepSeek-R1-Distill-data-110k-SFT"
 # our keys for these rows
 OF_ALPACA_NAMED = {"type": "alpaca", "prompt_column": "instruction", "completion_column": "output"}
-# name of a data set -> our keys for its rows of a question and an answer
+# name of a data set -> our keys for its rows of a question and an answer, or two
 QUESTION_COLUMNS = {
     "AdvertiseGen": {"prompt_column": "content", "completion_column": "summary"},
     "self-cognition": {"prompt_column": "query", "completion_column": "response"},
+    "shareAI-Llama3-DPO-zh-en-emoji": {
+        "prompt_column": "question",
+        "chosen_column": "answer_zh",
+        "rejected_column": "answer_en",
+    },
 }
 THERE_AS = "by ms-swift's own list {} on Hugging Face's hub"
 # SelfCognitionPreprocessor of dataset/dataset/llm.py: subset that ms-swift makes -> how it rewrites
@@ -455,6 +483,7 @@ def repeat_rows(entry: dict[str, Any], conversion: Conversion) -> bool:
     return True
 
 
+ANOTHER_LOSS = "another loss"
 # optimizers_map of optimizers/mapping.py, of whose names one is that of an optimizer here
 ANOTHER_OPTIMIZER = "another optimizer"
 

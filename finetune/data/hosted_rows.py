@@ -1,7 +1,7 @@
 """Rewrites rows from the formats that hosts of models fine-tune on as rows of messages.
 
-These are Google's `contents` (Gemini), Amazon's and Anthropic's `system` and tools, and OpenAI's
-and Google's pairs of answers. `hosted_turns` reads the turns in them.
+These are Google's `contents` (Gemini), Amazon's and Anthropic's `system` and tools, and the pairs
+of answers that OpenAI, Google and ms-swift read. `hosted_turns` reads the turns in them.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,21 +9,25 @@ from typing import Any
 
 from finetune.config.schema import DatasetSource
 from finetune.data.hosted_turns import read_google_turn, without_keys
-from finetune.data.messages import BadRow, describe_value, parse_if_json
+from finetune.data.messages import BadRow, describe_value, parse_if_json, read_role
 
 Row = Mapping[str, Any]
 GOOGLES_SYSTEM = ("systemInstruction", "system_instruction")
-# the column by which a pair is recognized -> all columns of the pair; OpenAI's, then Google's
+# the column by which a pair is recognized -> all columns of the pair; OpenAI's, Google's, and two
+# of ms-swift's
 PAIRS = {
     "preferred_output": ("input", "preferred_output", "non_preferred_output"),
     "completions": ("messages", "completions"),
+    "rejected_response": ("messages", "rejected_response"),
+    "rejected_messages": ("messages", "rejected_messages"),
 }
 
 
 def rewrite_row(row: Row, source: DatasetSource) -> Row:
     """Replaces the columns of a host's format by those that `formats` and `preferences` read.
 
-    All other columns stay as they are. So does `contents` if the source names the columns to read.
+    All other columns stay as they are. So does `contents` if the source names the columns to read,
+    and a rejected answer whose column it names.
 
     Raises `BadRow` if the row already has one of the new columns with another value.
 
@@ -36,9 +40,10 @@ def rewrite_row(row: Row, source: DatasetSource) -> Row:
         value = row.get(column)
         if column in AS_JSON and isinstance(value, str):
             value = parse_if_json(value)
-        if isinstance(value, str) and column in GOOGLES_SYSTEM:
+        if isinstance(value, str) and column in MAYBE_TEXT:
             value = [value]
-        if not isinstance(value, dict | list) or (column == "contents" and is_named):
+        is_kept = source.rejected_column == column or (column == "contents" and is_named)
+        if not isinstance(value, dict | list) or is_kept:
             continue
         try:
             new_columns = rewrite(row, value)
@@ -129,6 +134,30 @@ def _rewrite_completions(row: Row, completions: Any) -> Row | None:
     return {"prompt": row["messages"], **sides} if "messages" in row else sides
 
 
+def _rewrite_rejected_response(row: Row, rejected: Any) -> Row | None:
+    """Rewrites ms-swift's pair as `prompt`, `chosen` and `rejected`.
+
+    The rejected answer, a text or turns, stands in place of all that follows the last question.
+    """
+    messages = row["messages"]
+    if not isinstance(messages, list):
+        return None
+    asked = [number for number, turn in enumerate(messages) if read_role(turn) == "user"]
+    end = asked[-1] + 1 if asked else 0
+    if not rejected or not messages[end:]:
+        return None
+    turns = [
+        {"role": "assistant", "content": turn} if isinstance(turn, str) else turn
+        for turn in rejected
+    ]
+    return {"prompt": messages[:end], "chosen": messages[end:], "rejected": turns}
+
+
+def _rewrite_rejected_messages(row: Row, rejected: Any) -> Row:
+    """Rewrites ms-swift's pair of whole conversations as `chosen` and `rejected`."""
+    return {"chosen": row["messages"], "rejected": rejected}
+
+
 def _rewrite_tool_config(row: Row, config: Any) -> Row | None:
     """Rewrites Amazon's tools as `tools`.
 
@@ -201,8 +230,11 @@ REWRITTEN: Mapping[str, Callable[[Row, Any], Row | None]] = {
     "system": _rewrite_system,
     "preferred_output": _rewrite_pair,
     "completions": _rewrite_completions,
+    "rejected_response": _rewrite_rejected_response,
+    "rejected_messages": _rewrite_rejected_messages,
     "toolConfig": _rewrite_tool_config,
     "tools": _rewrite_tools,
 }
 AS_JSON = ("contents", "tools", *GOOGLES_SYSTEM)  # columns that may hold JSON text
+MAYBE_TEXT = ("rejected_response", *GOOGLES_SYSTEM)  # columns whose text is a list of one
 NOT_CONTENT = {"type", "cachePoint", "cache_control", "role"}  # keys of a part of a system message

@@ -181,7 +181,7 @@ from finetune.convert.objectives import (
     FROM_THE_START,
     HEAD_ROUNDED,
     INPUTS_PUT_OFF,
-    KTO_ROWS_OF_FACTORY,
+    KTO_OF_MICRO_BATCHES,
     MIN_TO_MAX,
     SLICED_AGAIN,
 )
@@ -1772,8 +1772,8 @@ def test_llama_factorys_kto_estimates_by_the_answer_before(convert: Convert) -> 
         "pref_beta": 0.1,
         "bf16": True,
     }
-    assert KTO_ROWS_OF_FACTORY in said(convert(file))
-    assert KTO_ROWS_OF_FACTORY not in said(convert(AXOLOTL, rl="kto"))
+    assert KTO_OF_MICRO_BATCHES in said(convert(file))
+    assert KTO_OF_MICRO_BATCHES not in said(convert(AXOLOTL, rl="kto"))
 
 
 LORA_THERE = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "dim": 8, "alpha": 16}

@@ -14,9 +14,10 @@ from finetune.convert.by_tool import ROWS_BY_LENGTH
 from finetune.convert.chat_templates import EMPTY_SYSTEM, SAVED_TEMPLATE, SPACE_DOUBLED
 from finetune.convert.conversion import convert_file, read_back
 from finetune.convert.datasets import OF_LLAMA3
-from finetune.convert.objectives import ALWAYS_SIGMOID
+from finetune.convert.objectives import ALWAYS_SIGMOID, ANSWERS_OF_PROMPTS, CPO_SIMPO
 from finetune.convert.recognize import Refusal
 from finetune.convert.shared import IN_ORDER
+from finetune.convert.swift import SWIFT_TURNS
 from finetune.convert.value_conversion import Conversion
 from finetune.data.source_tokens import SourceStats, tokenize_rows
 from finetune.data.sources import RowBatch
@@ -28,6 +29,7 @@ TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"
 AXOLOTL = "base_model: a/model\nsequence_len: 1024\nlearning_rate: 1e-5\nbf16: false\n"
 AXOLOTL_DATA = "datasets:\n  - {path: a/pairs, type: %s}\n"
 FACTORY = "model_name_or_path: a/model\ntemplate: llama3\nfinetuning_type: full\ncutoff_len: 1024\ndataset: ours\n"
+SWIFT = "model: meta-llama/Llama-3.1-8B\ntuner_type: lora\nmax_length: 1024\ndataset: rows.jsonl\n"
 TORCHTUNE = """
 tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 1024}
 model: {_component_: torchtune.models.llama3_1.llama3_1_8b}
@@ -83,6 +85,30 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
     assert "assistant_only_loss" not in found.recipe
 
 
+@pytest.mark.parametrize(
+    ("text", "expected", "differs"),
+    [
+        ("rlhf_type: dpo\nbeta: 0.2\nloss_type: [sigmoid, sft]\nloss_weights: [1, 0.5]\n", {"method": "dpo", "beta": 0.2, "rpo_alpha": 0.5}, ""),
+        ("rlhf_type: dpo\npacking: true\n", {"method": "dpo"}, ""),
+        ("rlhf_type: orpo\nloss_scale: last_round\n", {"method": "orpo"}, ""),
+        ("rlhf_type: orpo\n", {"method": "orpo"}, ANSWERS_OF_PROMPTS),
+        ("rlhf_type: simpo\ncpo_alpha: 0\n", {"method": "simpo", "beta": 2.0, "simpo_gamma": 1.0}, ""),
+        ("rlhf_type: cpo\nloss_type: simpo\n", {"method": "simpo", "beta": 0.1}, CPO_SIMPO),
+        ("rlhf_type: kto\nundesirable_weight: 2\n", {"method": "kto", "undesirable_weight": 2.0}, ""),
+    ],
+)  # fmt: skip
+def test_preferences_by_ms_swift(
+    text: str, expected: dict[str, Any], differs: str, tmp_path: Path
+) -> None:
+    found = convert(SWIFT + text, tmp_path)
+    assert (expected | {"lora_dropout": 0.0}).items() <= found.recipe.items()
+    assert found.recipe.get("packing", True) is ("packing" in text)
+    assert not {"turns", "assistant_only_loss"} & found.recipe.keys()
+    notes = [line for line in found.differences if SWIFT_TURNS not in line]
+    assert len(notes) == bool(differs)
+    assert differs in "".join(notes)
+
+
 def test_a_loss_that_llama_factory_does_not_give_on_is_said(tmp_path: Path) -> None:
     found = convert(FACTORY + "stage: dpo\npref_loss: hinge\n", tmp_path)
     assert found.recipe["loss_type"] == "hinge"
@@ -101,6 +127,8 @@ def test_a_loss_that_llama_factory_does_not_give_on_is_said(tmp_path: Path) -> N
         (AXOLOTL + "rl: dpo\ndpo_loss_type: [nca_pair]\n", "another loss (NCA_PAIR)"),
         (FACTORY + "stage: dpo\npref_loss: kto_pair\n", "another loss (KTO_PAIR)"),
         (FACTORY + "stage: ppo\n", "online RL"),
+        (SWIFT + "rlhf_type: cpo\n", "another loss (CPO)"),
+        (SWIFT + "rlhf_type: dpo\nloss_type: [sigmoid, hinge]\n", "several losses at once"),
         (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.RSOLoss}\ndataset: {_component_: a}\n", "another loss (RSO)"),
         (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.PPOLoss}\nppo_epochs: 2\ndataset: {_component_: a}\n", "online RL"),
     ],

@@ -28,6 +28,7 @@ from finetune.convert.swift import (
     COPIES_IN_16_BITS,
     DRAWN_ANEW,
     EARLIER_ENDS,
+    EMPTY_SYSTEM,
     EMPTY_THOUGHTS,
     ENDS_WHOLE,
     FOUND_BY_CLASS,
@@ -36,6 +37,7 @@ from finetune.convert.swift import (
     NOT_OF_ALL_RANKS,
     NOT_ON_MAMBA,
     ON_MODELSCOPE,
+    OPENING_TRAINED,
     OTHER_WORDS,
     PACKED_AT_ONCE,
     READ_TWICE,
@@ -83,6 +85,8 @@ def test_what_ms_swifts_template_of_a_model_writes_by_itself_is_said(
     text = said(convert(SWIFT, model=name))
     known = (SYSTEM_THERE, EMPTY_THOUGHTS.format("in every turn"), THOUGHTS_KEPT)
     assert [line for line in known if line in text] == lines
+    assert (OPENING_TRAINED in text) is (THOUGHTS_KEPT in lines)
+    assert EMPTY_SYSTEM in text
     assert SYSTEM_THERE not in said(convert(SWIFT, model=name, system="You help."))
 
 

@@ -63,6 +63,7 @@ from finetune.convert.by_value import (
     OF_EACH_PART,
     OF_MICRO_BATCHES,
     SUM_REFUSED,
+    WITHOUT_GRADIENT,
 )
 from finetune.convert.chat_templates import (
     ANSWERS_STRIPPED,
@@ -697,6 +698,13 @@ def test_the_auxiliary_loss_of_each_micro_batch_is_said(convert: Convert) -> Non
     """A sum over a step's micro-batches and processes, and their mean by ms-swift's compute_sft_loss."""
     made = convert(SWIFT)
     assert OF_EACH_PART in said(made) and ADDED_EACH_TIME not in said(made)
+    assert WITHOUT_GRADIENT in said(made)
+    for keys in (
+        {"gradient_checkpointing": False},
+        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    ):
+        made = convert(SWIFT, router_aux_loss_coef=0.01, **keys)
+        assert OF_EACH_PART in said(made) and WITHOUT_GRADIENT not in said(made)
     assert OF_EACH_PART not in said(convert(SWIFT, router_aux_loss_coef=0.0))
     factory = FACTORY | {"template": "default", "moe_aux_loss_coef": 1e-3}
     made = convert(factory, model_name_or_path="Qwen/Qwen3-30B-A3B")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from finetune.cli import main
 from finetune.config.schema import Data, DatasetSource
-from finetune.data.formats import Conversation, ParsedRow, Question
+from finetune.data.formats import Completion, Conversation, ParsedRow, Question
 from finetune.data.messages import BadRow, list_unread_keys
 from finetune.inference.inputs import read_prompts
 from tests.data.world import read_groups
@@ -86,6 +86,36 @@ def test_openais_pair_is_a_preference() -> None:
     answers = [document.messages[-1]["content"] for document in parsed.groups[0].documents]  # type: ignore[union-attr]
     assert answers == ["A high near 68 °F.", "Not particularly cold."]
     assert parsed.unused_columns == ("parallel_tool_calls",)
+
+
+def test_swifts_pairs_are_preferences() -> None:
+    asked = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {}}}],
+    }
+    answers = [called, {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4"}]
+    bad = [{"role": "assistant", "content": "5"}]
+    by_text, by_turns, whole = (
+        read({"messages": asked + answers} | rejected, "pairs").groups[0].documents
+        for rejected in (
+            {"rejected_response": "5"},
+            {"rejected_response": bad},
+            {"rejected_messages": asked + bad},
+        )
+    )
+    assert by_text == by_turns == whole
+    chosen, rejected = by_text
+    assert chosen.trained == (False, False, True, False, True)
+    assert [message["content"] for message in rejected.messages] == ["Add.", "2+2?", "5"]
+
+
+def test_a_rejected_answer_stays_in_the_column_that_the_source_names() -> None:
+    row = {"messages": "no turns", "prompt": "2+2?", "chosen": "4", "rejected_response": "5"}
+    source = DatasetSource(path="a.jsonl", rejected_column="rejected_response")
+    [parsed] = read_groups("pairs", Data(), [row], source)
+    assert parsed.groups[0].documents[1] == Completion("2+2?", "5")
 
 
 def test_googles_thought_is_the_answers_reasoning() -> None:
@@ -521,7 +551,7 @@ VALUES = st.recursive(
     max_leaves=12,
 )
 COLUMNS = ["contents", "system", "systemInstruction", "toolConfig", "tools", "messages", "input"]
-COLUMNS += ["preferred_output", "non_preferred_output"]
+COLUMNS += ["preferred_output", "non_preferred_output", "rejected_response", "rejected_messages"]
 
 
 @given(row=st.dictionaries(st.sampled_from(COLUMNS), VALUES, min_size=1, max_size=4))
