@@ -593,6 +593,12 @@ OWN_FAMILIES = (
 OWN_TEXT_FAMILIES = ("ministral3", "mistral4")
 
 
+def _is_of_own_family(name: str) -> bool:
+    """Whether Automodel has its own class for a model's family."""
+    family = guess_vision_family(name) if has_tower(name) else guess_family(name)
+    return family in OWN_FAMILIES or guess_family(name) in OWN_TEXT_FAMILIES
+
+
 def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which dtypes the weights, their gradients and the routers' biases have there.
 
@@ -608,7 +614,7 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     model = read_section(settings, "model")
     asked_dtype = model.get("torch_dtype", "auto")
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
-    has_own_class = family in OWN_FAMILIES or guess_family(name) in OWN_TEXT_FAMILIES
+    has_own_class = _is_of_own_family(name)
     if is_mixture(name):
         _report_router_weights(str(family), settings, conversion)
     if asked_dtype == "auto":
@@ -1221,9 +1227,16 @@ NORMS_OF_RANKS_IN_06 = (
     "there, and become other weights on each; by those of all heads since, as here"
 )
 
+# apply_model_infrastructure of _transformers/infrastructure.py took any model outside FSDP2 for one
+# with its weights, though its own classes are made without them
+UNREAD_IN_06 = (
+    "the model's weights are not read there in 0.6, and the run starts from random ones; they are "
+    "read since, as here"
+)
+
 
 def _report_ranks_in_06(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports which gradients were of one rank alone in 0.6, where ranks share a layer."""
+    """Reports which gradients were of one rank alone in 0.6, and which weights were not read."""
     name = name_model(settings)
     layout = read_section(settings, "distributed")
     backend = read_section(read_section(settings, "model"), "backend")
@@ -1239,6 +1252,11 @@ def _report_ranks_in_06(settings: ToolFile, conversion: Conversion) -> None:
     plan = read_family_source(guess_family(name) or "", "configuration")
     if splits_heads and NORM_OF_HEADS in plan and not conversion.recipe.get("use_peft"):
         conversion.add_remark("distributed.tp_size", layout["tp_size"], NORMS_OF_RANKS_IN_06)
+    strategy = layout.get("strategy")
+    reads_late = _is_shared(layout, "tp_size") or settings.get("peft")
+    is_own = has_own_class and _is_of_own_family(name)
+    if strategy in ("ddp", MEGATRON) and is_own and not reads_late:
+        conversion.add_remark("distributed.strategy", strategy, UNREAD_IN_06)
 
 
 def _is_shared(layout: Mapping[str, Any], size: str) -> bool:

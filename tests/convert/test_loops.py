@@ -95,6 +95,7 @@ from finetune.convert.automodel import (
     UNFILLED_LEFT_OUT,
     UNKNOWN_CLASS,
     UNMEASURED_IN_STAGES,
+    UNREAD_IN_06,
     WARMUP_FROM_A_TENTH,
     WARMUP_OF_A_TENTH,
     WEIGHTS_WITH_BIAS,
@@ -1242,6 +1243,36 @@ def test_norms_of_heads_that_ranks_of_automodel_trained_apart_are_said(
     """Source: its components/distributed/optimized_tp_plans.py and parallelizer.py, in 0.6 and 0.7."""
     keys = {"model": {"pretrained_model_name_or_path": name}, "distributed": {"tp_size": 2}} | keys
     assert (NORMS_OF_RANKS_IN_06 in said(convert(AUTOMODEL, **keys))) == is_said
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "is_said"),
+    [
+        ("meta-llama/Llama-3.2-1B", {"distributed": {"strategy": "ddp"}}, True),
+        ("meta-llama/Llama-3.2-1B", {"distributed": {"strategy": "megatron_fsdp"}}, True),
+        ("meta-llama/Llama-3.2-1B", {"distributed": {"strategy": "fsdp2"}}, False),
+        ("Qwen/Qwen3-VL-4B-Instruct", {"distributed": {"strategy": "ddp"}}, True),
+        ("google/gemma-3-4b-it", {"distributed": {"strategy": "ddp"}}, False),  # of transformers
+        # after the layers are sharded the weights are read
+        (
+            "meta-llama/Llama-3.2-1B",
+            {"distributed": {"strategy": "megatron_fsdp", "tp_size": 2}},
+            False,
+        ),
+        (
+            "meta-llama/Llama-3.2-1B",
+            {"distributed": {"strategy": "megatron_fsdp"}, "peft": {"dim": 8}},
+            False,
+        ),
+    ],
+)
+def test_weights_that_automodel_did_not_read_are_said(
+    name: str, keys: dict[str, Any], is_said: bool, convert: Convert
+) -> None:
+    """Source: apply_model_infrastructure of its _transformers/infrastructure.py, in 0.6 and in 0.7;
+    two ranks of 0.6 under DDP started from other weights than those of the files."""
+    keys = {"model": {"pretrained_model_name_or_path": name}} | keys
+    assert (UNREAD_IN_06 in said(convert(AUTOMODEL, **keys))) == is_said
 
 
 def test_routers_that_automodel_computes_in_16_bits_are_in_float32_in_transformers() -> None:
