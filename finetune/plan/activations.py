@@ -451,7 +451,12 @@ def evaluation_bytes(
     counts_scores: False where the caller counts scores and masks, as for a cache that is filled.
     """
     if (trace := architecture.trace(computation)) is not None:
-        return trace.largest("forward", computation.document_length)
+        # A trace does not count what a layer is given: its input, and masks. The embeddings, from
+        # which the first layer's input was made, are there as well.
+        given = 2 * architecture.hidden * computation.residual_itemsize
+        if counts_scores:
+            given += _row_mask_bytes(architecture, computation)
+        return given + trace.largest("forward", computation.document_length)
     # while the queries are rotated: before, after, and two between; and keys and values
     rotated_width = 4 * architecture.query_width + 2 * architecture.key_value_width
     of_mlp = max(
@@ -493,7 +498,7 @@ def _row_mask_bytes(architecture: Architecture, computation: Computation) -> int
     if computation.attention not in MASKED:
         return 0
     masks = 1 if architecture.facts.window is None else MASK_KINDS
-    itemsize = computation.itemsize if computation.attention == "eager" else 1
+    itemsize = computation.residual_itemsize if computation.attention == "eager" else 1
     return masks * itemsize * computation.document_length
 
 
