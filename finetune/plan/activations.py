@@ -399,7 +399,11 @@ def gate_gradient_bytes(architecture: Architecture, computation: Computation) ->
         second_width = mixture.chosen * mixture.intermediate
     else:
         second_width = 0
-    return (architecture.mlp_width + second_width) * computation.itemsize
+    if computation.lora is not None and computation.lora.use_dora:
+        itemsize = computation.residual_itemsize  # the magnitudes make fp32 outputs under autocast
+    else:
+        itemsize = computation.itemsize
+    return (architecture.mlp_width + second_width) * itemsize
 
 
 def _score_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -444,9 +448,9 @@ def evaluation_bytes(
 ) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, or what attention makes if that is more, four of the
-    residual stream's (the embeddings, the layer's input, the stream after attention, and its norm),
-    and messages between expert ranks.
+    They are those of the MLP, or what attention makes if that is more, four of the residual
+    stream's (the embeddings, the layer's input, the stream after attention, and its norm), and
+    messages between expert ranks.
 
     counts_scores: False where the caller counts scores and masks, as for a cache that is filled.
     """
@@ -460,7 +464,7 @@ def evaluation_bytes(
     # while the queries are rotated: before, after, and two between; and keys and values
     rotated_width = 4 * architecture.query_width + 2 * architecture.key_value_width
     of_mlp = max(
-        3 * architecture.mlp_width * computation.itemsize,
+        architecture.mlp_width * _evaluated_gate_bytes(computation),
         _evaluated_expert_bytes(architecture, computation),
     )
     of_part = rotated_width * computation.residual_itemsize
@@ -473,6 +477,20 @@ def evaluation_bytes(
         + 4 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
+
+
+def _evaluated_gate_bytes(computation: Computation) -> int:
+    """Bytes per feature of the MLP's width in evaluation: gate, up and their product.
+
+    Beside the gate, an adapter that is not fused with up holds the base's output, its own, and
+    their sum. DoRA's magnitudes, which are fp32 under autocast, multiply both outputs.
+    """
+    lora = computation.lora
+    if lora is None or computation.fuses_adapters or lora.oft_block_size is not None:
+        return 3 * computation.itemsize
+    if lora.use_dora:
+        return 4 * computation.residual_itemsize + 2 * computation.itemsize
+    return 4 * computation.itemsize
 
 
 def _evaluated_expert_bytes(architecture: Architecture, computation: Computation) -> int:
