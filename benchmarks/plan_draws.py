@@ -3,10 +3,13 @@
     python benchmarks/plan_draws.py SEED COUNT [KEY=VALUE ...]    # the keys hold in every draw
     python benchmarks/plan_draws.py 7 200 method=kto
     python benchmarks/plan_draws.py 7:31 1                        # draw 31 of seed 7 alone
+    python benchmarks/plan_draws.py 7 20 num_processes=2 distributed_type=FSDP
+    python benchmarks/plan_draws.py 7 20 num_processes=2 distributed_type=FSDP tp_size=2
 
-A draw is a tiny random model, a recipe, a layout on one rank, and full rows. It trains three steps
-on the CPU in a process of its own, and resumes after the second. A ratio is the planned bytes over
-what torch's allocator had, both without what stays between steps: below 1 the plan is too low.
+A draw is a tiny random model, a recipe, a layout, and full rows. It trains three steps on the CPU
+in a process of its own, or in one for each rank, and resumes after the second. A ratio is the
+planned bytes over what torch's allocator had on the rank with the most, both without what stays
+between steps: below 1 the plan is too low.
 """
 
 import argparse
@@ -133,7 +136,12 @@ def draw(
         "mixed_precision": rng.choice(("no", "bf16")),
         "fsdp_version": rng.choice((1, 2)),
         "fsdp_activation_checkpointing": rng.random() < 0.4,
+        "num_processes": given.get("num_processes", 1),
+        "tp_size": 1,
     }
+    if layout["num_processes"] > 1:
+        layout["distributed_type"] = rng.choice(("MULTI_CPU", "FSDP"))
+        recipe["global_batch_size"] *= layout["num_processes"]
     for key, value in given.items():
         next((part for part in (model, layout) if key in part), recipe)[key] = value
     return model, recipe, layout
@@ -176,7 +184,9 @@ def write(rng: random.Random, given: dict[str, Any], folder: Path) -> tuple[list
     rows = [json.dumps(make_row(recipe, number, share)) for number in range(48)]
     (folder / "rows.jsonl").write_text("\n".join(rows))
     fsdp = {key: value for key, value in layout.items() if key.startswith("fsdp_")}
-    accelerate = layout | {"use_cpu": True, "num_processes": 1, "fsdp_config": fsdp}
+    accelerate = layout | {"use_cpu": True, "fsdp_config": fsdp}
+    if (tp_size := accelerate.pop("tp_size")) > 1:
+        accelerate["parallelism_config"] = {"parallelism_config_tp_size": tp_size}
     accelerate = {key: value for key, value in accelerate.items() if key not in fsdp}
     (folder / "layout.yaml").write_text(yaml.safe_dump(accelerate))
     paths = {
@@ -217,8 +227,8 @@ def train(overrides: list[str], seen: dict[str, Any]) -> None:
     from finetune.run import fine_tune
 
     recipe = read_recipe(None, overrides)
-    sharding = read_sharding(None, recipe.run.accelerate_config, {})
-    planned = make_plan(recipe, sharding, 1, on_cpu=True)
+    sharding = read_sharding(None, recipe.run.accelerate_config, os.environ)
+    planned = make_plan(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")), on_cpu=True)
     rest = planned.phases[-1].peak  # of the export
     seen["plan"] = {}
     for phase in planned.phases:
@@ -231,12 +241,37 @@ def train(overrides: list[str], seen: dict[str, Any]) -> None:
         for each in owners:
             owner = getattr(owner, each)
         setattr(owner, function, measured(getattr(owner, function), name, seen))
+    launched = dict(os.environ)
     fine_tune(recipe, sharding)
-    (recipe.folder / "finished.json").unlink()
-    shutil.rmtree(step_folder(recipe.folder, 3))
+    os.environ.clear()
+    os.environ |= launched
+    if os.environ.get("RANK", "0") == "0":  # the other ranks wait for it
+        (recipe.folder / "finished.json").unlink()
+        shutil.rmtree(step_folder(recipe.folder, 3))
+    if "MASTER_PORT" in os.environ:  # the store of the first run may still be there
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     before = dict(seen)
     fine_tune(recipe, sharding)
     seen |= before  # `resume` is new; the step that follows it is a first one
+
+
+def train_on_ranks(overrides: list[str], seen: dict[str, Any], ranks: int, folder: Path) -> None:
+    """Trains on several ranks as `train` does on one; notes the largest of their peaks."""
+    from finetune.errors import EXIT_USER_ERROR, UserError
+    from tests.forked_ranks import fork_ranks, wait
+
+    def train_rank(rank: int) -> None:
+        of_rank: dict[str, Any] = {}
+        train(overrides, of_rank)
+        (folder / f"rank{rank}.json").write_text(json.dumps(of_rank))
+
+    codes = wait(fork_ranks(train_rank, ranks, folder / "log"), SECONDS)
+    if any(codes):
+        log = (folder / "log").read_text()
+        raise UserError(log) if EXIT_USER_ERROR in codes else RuntimeError(f"{codes}: {log}")
+    for rank in range(ranks):
+        for phase, value in json.loads((folder / f"rank{rank}.json").read_text()).items():
+            seen[phase] = max(seen[phase], value) if phase in PHASES and phase in seen else value
 
 
 def run_draw(seed: str, given: dict[str, Any], out: Connection) -> None:
@@ -250,16 +285,23 @@ def run_draw(seed: str, given: dict[str, Any], out: Connection) -> None:
     for _ in range(50):
         seen: dict[str, Any] = {}
         drawn = error = ""
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                overrides, drawn = write(rng, given, Path(folder))
+        # no TemporaryDirectory: each forked rank would remove it when it ends
+        folder = Path(tempfile.mkdtemp())
+        try:
+            overrides, drawn = write(rng, given, folder)
+            ranks = given.get("num_processes", 1)
+            if ranks == 1:
                 train(overrides, seen)
-                break
-            except UserError as refused:
-                error = f"refused: {refused}"
-            except BaseException:
-                error = traceback.format_exc()
-                break
+            else:
+                train_on_ranks(overrides, seen, ranks, folder)
+            break
+        except UserError as refused:
+            error = f"refused: {refused}"
+        except BaseException:
+            error = traceback.format_exc()
+            break
+        finally:
+            shutil.rmtree(folder)
     out.send((drawn, seen, error))
 
 
@@ -282,7 +324,7 @@ def main() -> None:
         child.start()
         sender.close()
         drawn, seen, error = "", {}, f"no answer within {SECONDS} seconds"
-        if receiver.poll(SECONDS):
+        if receiver.poll(SECONDS * given.get("num_processes", 1)):
             with suppress(EOFError):
                 drawn, seen, error = receiver.recv()
         child.kill()
@@ -292,7 +334,8 @@ def main() -> None:
             continue
         for phase in PHASES:
             planned, point = seen["plan"].get(phase, (0, ""))
-            if measured_bytes := seen.get(phase, 0) if planned else 0:
+            measured_bytes = seen.get(phase, 0)
+            if planned and measured_bytes > 0:
                 ratio = planned / measured_bytes
                 ratios.setdefault(phase, []).append(ratio)
                 row = f"{ratio:6.2f} {phase:11} {measured_bytes:>11,} {seed}:{number} {point}"

@@ -399,7 +399,10 @@ def make_batches(
     Raises:
         UserError: A row without an image holds an image token as typed text.
     """
-    arrange = partial(arrange_epoch, examples.lengths, config, examples.group_size)
+    lengths = examples.lengths
+    if examples.is_rated:  # rows are filled by rated answers: mismatched ones have no backward
+        lengths = lengths[:: examples.group_size].repeat(examples.group_size)
+    arrange = partial(arrange_epoch, lengths, config, examples.group_size)
     rows = lru_cache(maxsize=2)(arrange)
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     images = None

@@ -399,7 +399,11 @@ def gate_gradient_bytes(architecture: Architecture, computation: Computation) ->
         second_width = mixture.chosen * mixture.intermediate
     else:
         second_width = 0
-    return (architecture.mlp_width + second_width) * computation.itemsize
+    if computation.lora is not None and computation.lora.use_dora:
+        itemsize = computation.residual_itemsize  # the magnitudes make fp32 outputs under autocast
+    else:
+        itemsize = computation.itemsize
+    return (architecture.mlp_width + second_width) * itemsize
 
 
 def _score_gradient_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -444,18 +448,23 @@ def evaluation_bytes(
 ) -> int:
     """Bytes per token of a forward that saves nothing for a backward, where it needs the most.
 
-    They are three tensors of the MLP's width, or what attention makes if that is more, four of the
-    residual stream's (the embeddings, the layer's input, the stream after attention, and its norm),
-    and messages between expert ranks.
+    They are those of the MLP, or what attention makes if that is more, four of the residual
+    stream's (the embeddings, the layer's input, the stream after attention, and its norm), and
+    messages between expert ranks.
 
     counts_scores: False where the caller counts scores and masks, as for a cache that is filled.
     """
     if (trace := architecture.trace(computation)) is not None:
-        return trace.largest("forward", computation.document_length)
+        # A trace does not count what a layer is given: its input, and masks. The embeddings, from
+        # which the first layer's input was made, are there as well.
+        given = 2 * architecture.hidden * computation.residual_itemsize
+        if counts_scores:
+            given += _row_mask_bytes(architecture, computation)
+        return given + trace.largest("forward", computation.document_length)
     # while the queries are rotated: before, after, and two between; and keys and values
     rotated_width = 4 * architecture.query_width + 2 * architecture.key_value_width
     of_mlp = max(
-        3 * architecture.mlp_width * computation.itemsize,
+        architecture.mlp_width * _evaluated_gate_bytes(computation),
         _evaluated_expert_bytes(architecture, computation),
     )
     of_part = rotated_width * computation.residual_itemsize
@@ -468,6 +477,20 @@ def evaluation_bytes(
         + 4 * architecture.hidden * computation.residual_itemsize
         + exchanged_bytes(architecture, computation)
     )
+
+
+def _evaluated_gate_bytes(computation: Computation) -> int:
+    """Bytes per feature of the MLP's width in evaluation: gate, up and their product.
+
+    Beside the gate, an adapter that is not fused with up holds the base's output, its own, and
+    their sum. DoRA's magnitudes, which are fp32 under autocast, multiply both outputs.
+    """
+    lora = computation.lora
+    if lora is None or computation.fuses_adapters or lora.oft_block_size is not None:
+        return 3 * computation.itemsize
+    if lora.use_dora:
+        return 4 * computation.residual_itemsize + 2 * computation.itemsize
+    return 4 * computation.itemsize
 
 
 def _evaluated_expert_bytes(architecture: Architecture, computation: Computation) -> int:
@@ -493,7 +516,7 @@ def _row_mask_bytes(architecture: Architecture, computation: Computation) -> int
     if computation.attention not in MASKED:
         return 0
     masks = 1 if architecture.facts.window is None else MASK_KINDS
-    itemsize = computation.itemsize if computation.attention == "eager" else 1
+    itemsize = computation.residual_itemsize if computation.attention == "eager" else 1
     return masks * itemsize * computation.document_length
 
 

@@ -301,27 +301,21 @@ def loss_chunk_bytes(
 
 
 def _head_product_bytes(spec: RunSpec, positions: int) -> int:
-    """`weight_product_bytes` of the trained matrix of the head: its adapter's B, or its weight."""
-    trained_columns = _head_adapter_rank(spec) or spec.computed.hidden
-    return weight_product_bytes(
-        spec.computed.head_rows, trained_columns, positions, spec.computation
-    )
-
-
-def weight_product_bytes(
-    vocabulary: int, hidden: int, tokens: int, computation: Computation
-) -> int:
-    """Bytes while a CPU adds one chunk to the head's gradient, in a compute dtype below fp32.
+    """Bytes while a CPU adds one chunk to the gradient of the head's weight, or of its adapter's B,
+    in a compute dtype below fp32.
 
     They are the chunk's logits with their gradient, the chunk's gradient of the weight, and the
     fp32 copy of that gradient. 0 on a GPU and in fp32, where the matmul's kernel adds its product
     to the head's gradient directly.
     """
+    computation = spec.computation
     if not computation.cpu or computation.itemsize == FP32:
         return 0
-    chunk = _balance_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
+    vocabulary = spec.computed.head_rows
+    trained_columns = _head_adapter_rank(spec) or spec.computed.hidden
+    chunk = _balance_chunk(positions, loss_chunk_tokens(vocabulary, "cpu"))
     logits = 2 * chunk * computation.itemsize
-    weight_gradient = hidden * (computation.itemsize + FP32)
+    weight_gradient = trained_columns * (computation.itemsize + FP32)
     return vocabulary * (logits + weight_gradient)
 
 

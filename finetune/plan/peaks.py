@@ -107,7 +107,7 @@ def _plan_stage(spec: RunSpec) -> tuple[Phase, ...]:
     points_of["steady step"] = step
     points_of["evaluation"] = _list_evaluation_points(spec, at_rest)
     points_of["save"] = [at_rest, _state_point(spec, at_rest)]
-    points_of["resume"] = [_resume_point(spec, at_rest), _state_point(spec, at_rest)]
+    points_of["resume"] = [*_resume_points(spec, at_rest), _state_point(spec, at_rest)]
     points_of["export"] = [at_rest]
     return tuple(Phase(name, _find_highest(spec, points)) for name, points in points_of.items())
 
@@ -158,8 +158,8 @@ def _copied_bytes(spec: RunSpec, at_rest: Snapshot) -> int:
     """Bytes of the copies of its state that FSDP1 hands out to be saved or filled; 0 in any other
     layout.
 
-    They are the parameters and, if it is sharded, the optimizer's state; on the way there a unit's
-    optimizer state is gathered, next to this rank's shard of it.
+    They are the parameters and, if it is sharded, the optimizer's state. On the way there a whole
+    parameter is copied, or a unit's optimizer state is gathered, next to this rank's shard of it.
     """
     if spec.sharding.layout != "fsdp1":
         return 0
@@ -168,18 +168,42 @@ def _copied_bytes(spec: RunSpec, at_rest: Snapshot) -> int:
     layout = plan_layout_memory(spec)
     unit = max(layout.layer.shard, layout.tail.shard) / spec.state().gradients
     gathered = int(unit * (spec.shards + 1) * at_rest.optimizer)
-    return at_rest.parameters + at_rest.optimizer + gathered
+    largest = max(tensor.numel * tensor.itemsize for tensor in spec.part_tensors)
+    return at_rest.parameters + max(largest, at_rest.optimizer + gathered)
 
 
-def _resume_point(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
-    """The point at which a checkpoint is read, tensor by tensor.
+def _resume_points(spec: RunSpec, at_rest: Snapshot) -> Iterator[Snapshot]:
+    """Yields the points at which a checkpoint is read, tensor by tensor.
 
     An 8-bit optimizer's values are on the device in fp32 until they are quantized; for any other
-    optimizer that is an upper bound. FSDP1 also copies parameters and optimizer state.
+    optimizer that is an upper bound. FSDP1 also copies parameters and optimizer state, and then
+    loads the parameters.
     """
     largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
     temporaries = largest * FP32 // spec.shards + _copied_bytes(spec, at_rest)
-    return replace(at_rest, name="optimizer state read", temporaries=temporaries)
+    yield replace(at_rest, name="optimizer state read", temporaries=temporaries)
+    if spec.sharding.layout == "fsdp1" and spec.shards > 1:
+        copied = at_rest.parameters + at_rest.optimizer
+        temporaries = copied + _count_loaded_bytes(spec)
+        yield replace(at_rest, name="parameters loaded", temporaries=temporaries)
+
+
+def _count_loaded_bytes(spec: RunSpec) -> int:
+    """Bytes that FSDP1 gathers while it loads parameters: the root unit and, inside it, a layer.
+
+    Each is there twice, as a flat parameter and as tensors. torch's
+    `_sharded_pre_load_state_dict_hook` gathers frozen tensors too.
+    """
+    by_unit: dict[str, int] = {}
+    for tensor in spec.part_tensors:
+        unit = tensor.unit if tensor.unit.startswith("layer") else "root"
+        by_unit[unit] = by_unit.get(unit, 0) + tensor.numel * tensor.itemsize
+    root = by_unit.pop("root")
+    if plan_layout_memory(spec).layers == len(by_unit):
+        layer = max(by_unit.values())
+    else:  # layers are no units of their own
+        layer = sum(by_unit.values())
+    return 2 * (root + layer)
 
 
 def _list_evaluation_points(spec: RunSpec, at_rest: Snapshot) -> list[Snapshot]:

@@ -522,7 +522,7 @@ class RunSpec:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank if every row is full.
+        """Tokens of a micro-batch's forward on one rank if every row is full.
 
         Under sequence parallelism it is the rank's share of the tokens.
         """
@@ -531,10 +531,12 @@ class RunSpec:
     def share_tokens(self, rows: int) -> int:
         """Tokens of `rows` full rows that one rank has, sharing them with its sequence group."""
         sequence_ranks = self.sharding.sequence_parallel_size
-        tokens = rows * self.recipe.row_tokens
+        row_tokens = self.recipe.row_tokens
+        if self.recipe.method_facts.rows == "ratings":  # mismatched answers have their own forward
+            row_tokens = self.recipe.data.max_length
         if self.recipe.data.packing:  # a rank's tokens are rounded up to a multiple of ROUND_TOKENS
-            return ceil_div(tokens, ROUND_TOKENS * sequence_ranks) * ROUND_TOKENS
-        return rows * ceil_div(self.recipe.row_tokens, sequence_ranks)
+            return ceil_div(rows * row_tokens, ROUND_TOKENS * sequence_ranks) * ROUND_TOKENS
+        return rows * ceil_div(row_tokens, sequence_ranks)
 
     @property
     def global_batch_size(self) -> int:

@@ -137,7 +137,7 @@ def _list_unit_collectives(spec: RunSpec) -> Iterator[Collective]:
             unit_bytes += numel * (1 if is_fp8 else spec.computation.itemsize)
             if tensor.trainable:
                 gradient_bytes += numel * ITEMSIZE[spec.reduced_dtype]
-        calls = gathers * micro_batches
+        calls = round(gathers * micro_batches)
         yield Collective("all-gather", calls, calls * unit_bytes, shards, stride)
         yield Collective(
             "reduce-scatter", micro_batches, micro_batches * gradient_bytes, shards, stride
@@ -148,13 +148,13 @@ def _list_unit_collectives(spec: RunSpec) -> Iterator[Collective]:
         )
 
 
-def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], int]]:
+def _list_units(spec: RunSpec) -> Iterator[tuple[Sequence[StateTensor], float]]:
     """Yields the tensors of each FSDP unit, and how often a micro-batch gathers the unit.
 
     Experts that ranks share are a unit of their own in each layer.
     """
     units = split_into_units(spec.part, spec.part_tensors, spec.sharding)
-    forwards = 2 if spec.reference == "adapters off" else 1  # with the reference's
+    forwards = _count_forwards(spec)
     # (unit, whether ranks share the tensors) -> tensors
     tensors_by_unit: dict[tuple[str, bool], list[StateTensor]] = {}
     for tensor in spec.part_tensors:
@@ -238,9 +238,7 @@ def _count_passes(spec: RunSpec) -> _LayerPasses:
     else:
         recomputed = spec.accumulation * ceil_div(layers, every)
     backward = spec.accumulation * layers
-    forward = backward + recomputed
-    if spec.reference == "adapters off":
-        forward += backward
+    forward = round(backward * _count_forwards(spec)) + recomputed
     return _LayerPasses(forward, recomputed, backward)
 
 
@@ -281,7 +279,7 @@ def _list_tensor_parallel_collectives(spec: RunSpec) -> Iterator[Collective]:
             gradient_width = architecture.query_width
         elements = spec.tokens * (forward * output_width + backward * gradient_width)
         yield Collective("all-gather", gathers, computation.itemsize * elements, ranks)
-    forwards = spec.accumulation * (2 if spec.reference == "adapters off" else 1)
+    forwards = round(spec.accumulation * _count_forwards(spec))
     # the embedding's output
     yield Collective("all-reduce", forwards, forwards * hidden_states, ranks)
     # Three calls of the head: the largest logit of each token; the sum of the exponentials with the
@@ -524,6 +522,16 @@ def _count_token_passes(spec: RunSpec) -> TokenPasses:
         measures_all=_measures_all(spec),
         of_generation=spec.recipe.generation_forwards,
     )
+
+
+def _count_forwards(spec: RunSpec) -> float:
+    """Counts the forwards of a micro-batch, without those that checkpointing recomputes.
+
+    More than one run if mismatched answers or a reference are measured. A share of one is run if
+    several steps train on what is measured once.
+    """
+    passes = _count_token_passes(spec)
+    return (passes.trained + passes.measured) / passes.trained
 
 
 def _measures_all(spec: RunSpec) -> bool:

@@ -266,6 +266,22 @@ def test_a_rated_answer_is_as_long_as_itself_not_as_its_mismatched_one(
         prepare(sources, method="kto", overlength="error")
 
 
+def test_a_packed_row_is_filled_by_rated_answers(prepare: Prepare, tmp_path: Path) -> None:
+    """Their mismatched answers have other lengths, and no backward that would need memory."""
+    rows = [chat(f"Q{i}", "long " * 3 * (i % 2) + "A") | {"label": True} for i in range(40)]
+    sources = [{"path": str(write_lines(tmp_path / "a.jsonl", rows))}]
+    data = prepare(sources, method="kto", packing=True, max_length=128)
+    assert isinstance(data.train, StoredBatches)
+    micro_batches = [
+        micro_batch
+        for step in islice(data.train.batches(), data.train.steps_per_epoch)
+        for micro_batch in step.micro_batches
+    ]
+    assert max(each.input_ids.numel() for each in micro_batches) <= 128
+    assert sum(len(each.example_ids) for each in micro_batches) == 40
+    assert len(micro_batches) < 20
+
+
 def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
     prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

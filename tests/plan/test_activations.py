@@ -574,6 +574,13 @@ def test_the_copies_that_attention_reads_are_planned(family: str) -> None:
     assert 1 <= planned_share(config, dtype="bfloat16", evaluates=True) < 1.2
 
 
+@pytest.mark.parametrize("keys", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_an_evaluation_holds_the_outputs_of_layer_and_adapter(keys: dict[str, Any]) -> None:
+    """If they are not fused: beside the gate, those of up, and their sum."""
+    lora = Lora(use_peft=True, lora_r=8, **keys)
+    assert 1 <= planned_share(SMALL, lora=lora, tokens=1024, evaluates=True) < 1.2
+
+
 @pytest.mark.parametrize(
     ("family", "mlp_width"),
     [("llama", 1408), ("gemma2", 1408), ("gemma2", 352), ("gpt_oss", 352)],

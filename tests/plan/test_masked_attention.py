@@ -69,6 +69,14 @@ def test_the_rotation_of_wide_queries_is_planned() -> None:
     assert 1 <= planned_share(config, evaluates=True) < 1.3
 
 
+def test_what_traced_layers_are_given_is_planned_in_an_evaluation() -> None:
+    """The embeddings, a layer's input and, under transformers' own attention, the mask of the row."""
+    config = SMALL | {"model_type": "apertus"}
+    for attention in ("auto", "sdpa"):
+        share = planned_share(config, attention=attention, tokens=1024, evaluates=True)
+        assert 1 <= share < 1.2, (attention, share)
+
+
 def test_the_scores_of_traced_layers_grow_with_the_square() -> None:
     """A layer saves a mask by SDPA, and GPT-2's softmax of each head by eager attention."""
     spec = make_spec(GPT2, ranks=1)

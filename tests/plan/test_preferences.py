@@ -28,7 +28,7 @@ from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.speed import estimate_epoch_tokens, estimate_speed
 from finetune.plan.table import format_header, format_speed
-from finetune.training.objectives.preference import PreferenceObjective
+from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.reference import without_adapters
 from tests.conftest import slow_but
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
@@ -145,10 +145,12 @@ def test_the_gradient_of_a_critic_waits_for_that_of_the_log_probabilities() -> N
 
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-def test_a_step_of_pairs_allocates_what_is_planned(
-    checkpointing: bool, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_step_of_answers_allocates_what_is_planned(
+    method: str, checkpointing: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """LoRA: the forward of the reference, that of the model, and the backward; one packed row of two full answers."""
+    """LoRA: the forward of the reference, that of the model, and the backward; one packed row of two full answers. KTO trains on
+    one of them."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
@@ -163,7 +165,7 @@ def test_a_step_of_pairs_allocates_what_is_planned(
         checkpoint_activations(model, 1)
     model.train()
     tokens = 2 * LENGTH
-    batch = MicroBatch(
+    pair = MicroBatch(
         input_ids=torch.randint(3, 4096, (1, tokens)),
         labels=torch.randint(3, 4096, (1, tokens)),
         position_ids=torch.arange(LENGTH).repeat(2)[None],
@@ -173,11 +175,26 @@ def test_a_step_of_pairs_allocates_what_is_planned(
         example_ids=(0, 1),
         trained_documents=torch.arange(2).repeat_interleave(LENGTH),
     )
-    objective = PreferenceObjective(Method(method="dpo"), without_adapters)
+    answer = replace(
+        pair,
+        input_ids=pair.input_ids[:, :LENGTH],
+        labels=pair.labels[:, :LENGTH],
+        position_ids=pair.position_ids[:, :LENGTH],
+        trained_positions=torch.arange(LENGTH),
+        cu_seq_lens=torch.tensor([0, LENGTH], dtype=torch.int32),
+        example_ids=(0,),
+        trained_documents=torch.zeros(LENGTH, dtype=torch.int64),
+        desirable=torch.tensor([True]),
+    )
+    objectives: dict[str, Any] = {
+        "dpo": PreferenceObjective(Method(method="dpo"), without_adapters),
+        "kto": RatingObjective(Method(method="kto"), without_adapters, kl=torch.zeros(())),
+    }
+    batch = pair if method == "dpo" else answer
     step = StepBatch(0, 1.0, (batch,), tokens, tokens, chosen_tokens=LENGTH, groups=1)
 
     def run() -> None:
-        loss: Any = objective.measure(model, batch, batch.inputs, step).loss_sum
+        loss: Any = objectives[method].measure(model, batch, batch.inputs, step).loss_sum
         loss.backward()
 
     run()  # what is allocated once, such as the rotary embedding
@@ -186,13 +203,13 @@ def test_a_step_of_pairs_allocates_what_is_planned(
     sharding = Sharding(
         layout="fsdp2", mixed_precision="no", activation_checkpointing=checkpointing
     )
-    spec = preferences(TINY, sharding=sharding, max_length=LENGTH, lora=True)
+    spec = preferences(TINY, method=method, sharding=sharding, max_length=LENGTH, lora=True)
     spec = replace(spec, recipe=replace(spec.recipe, lora=lora))
     phase = next(phase for phase in plan_phases(spec) if phase.name == "first step")
     planned = phase.peak.activations + phase.peak.loss + phase.peak.gradients
     measured = allocated_peak(run)
     with capsys.disabled():
-        print(f"\na step of pairs: {planned / measured - 1:+.1%} at {phase.peak.name}")
+        print(f"\na step of {method}: {planned / measured - 1:+.1%} at {phase.peak.name}")
     assert abs(planned / measured - 1) < 0.1, (planned, measured)
 
 

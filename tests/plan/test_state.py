@@ -20,7 +20,7 @@ from finetune.plan.peaks import plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.state import split_into_units
 from tests.conftest import make_chat, make_model
-from tests.plan.run_specs import FULL_SHARD, make_spec
+from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
 from tests.ranks import launch_ranks
 from tests.vision import FAMILIES as VISION
 from tests.vision import make_vision_model
@@ -454,3 +454,16 @@ def test_the_copies_of_a_saved_state_are_planned(
         # the state is made, or read into one that is made, before any step
         planned = peaks[name].allocated - peaks[name].parameters
         assert allocated <= planned < 1.2 * allocated, name
+
+
+def test_fsdp1_gathers_the_root_and_a_layer_to_load_them() -> None:
+    """Beside the rank's shards and their copies, also where only adapters were saved (measured on two ranks: 2.3 times as much as
+    shards and copies alone)."""
+    sharding = Sharding(layout="fsdp1", mixed_precision="bf16")
+    spec = make_spec(LLAMA_31_8B, ranks=8, sharding=sharding, lora=True)
+    peaks = {phase.name: phase.peak for phase in plan_phases(spec)}
+    root = 2 * 128256 * 4096
+    layer = sum(tensor.numel for tensor in spec.architecture.layer())
+    shards = peaks["resume"].parameters
+    assert peaks["resume"].temporaries >= shards + 2 * 2 * (root + layer)
+    assert peaks["save"].temporaries >= shards + 2 * 128256 * 4096
