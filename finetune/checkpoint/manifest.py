@@ -7,6 +7,7 @@ and checksum. Its state.json has the run's progress.
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -226,13 +227,14 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def find_checkpoint_of(path: Path) -> Path | None:
-    """Returns the checkpoint at `path`; for the model/ of a checkpoint, that checkpoint.
+    """Returns the full path of the checkpoint at `path`; for a checkpoint's model/, the checkpoint.
 
-    None for any other path.
+    None for any other path. `path` may be ".", which has no name of its own.
 
     >>> find_checkpoint_of(Path("runs/nosuch/checkpoints/step-00000100/model")) is None
     True
     """
+    path = Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow links
     candidates = (path, path.parent) if path.name == MODEL else (path,)
     for folder in candidates:
         if (folder / MANIFEST).exists():

@@ -538,9 +538,10 @@ def compare_recipes(
 ) -> tuple[list[str], list[str]]:
     """Lists the differences between two recipes with every key filled in, as `key: then -> now`.
 
-    A key that `then` lacks did not exist when it was written, and counts as the key's default. A
-    path from `folder`, the recipe's, is no difference from the same path in full: which of the two
-    a recipe holds depends on the working directory.
+    A key that `then` lacks did not exist when it was written, and counts as the key's default. One
+    that `then` alone has is a key no longer, and is no difference. A path from `folder`, the
+    recipe's, is no difference from the same path in full: which of the two a recipe holds depends
+    on the working directory.
 
     Returns:
         (changes that make this another run, other changes); the schema marks the keys.
@@ -554,7 +555,10 @@ def compare_recipes(
         changes = other if key.may_change else deciding
         names_files = key.is_file_or_name or key.is_python_name or name in NESTED
         start = folder if names_files else None
-        for leaf in before | after:
+        leaf_names = before | after
+        if len(leaf_names) > 1:
+            leaf_names.pop(name, None)  # an empty list or mapping, which the other leaves replace
+        for leaf in leaf_names:
             if _complete(before.get(leaf), start) != _complete(after.get(leaf), start):
                 values = f"{_shorten(before.get(leaf))} -> {_shorten(after.get(leaf))}"
                 changes.append(f"{leaf}: {values}")

@@ -145,8 +145,11 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Publishes the checkpoint of `progress.step` and prunes older ones.
 
-        An async save only starts this. Raises `UserError` on every rank if one of them cannot
-        write, or if replicas of the model are not equal. Then nothing is published or pruned.
+        An async save only starts this, and the next `save` or `finish` raises its error.
+
+        Raises `UserError` if replicas of the model are not equal, if an async save before this one
+        failed or, unless this one is async, if a rank cannot write. Then nothing of this step is
+        published or pruned.
         """
         with self._phases.timed("save"):
             self.finish()

@@ -51,7 +51,7 @@ class AskedLayout:
     sharding: AskedSharding
     precision: Precision  # Accelerate's mixed_precision
     checkpointing: bool  # of activations
-    pure_bf16: bool = False  # the parameters are trained in bf16 too
+    pure_bf16: bool = False  # the base's parameters, if they are trained, are trained in bf16 too
     keeps_fp32: bool = False  # the parameters are trained in float32, whatever dtype is loaded
     by_deepspeed: bool = False  # DeepSpeed trains, maybe at ZeRO's stage 0, which shards nothing
     tensors: int = 1  # tensor parallel size: ranks that shard a layer's matrices

@@ -1159,25 +1159,26 @@ SEEN_BY_ENGINE = (
 
 
 def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where attention masks, above all of packed rows, show other tokens there than here.
-
-    Only rows that are packed without `thd` and without context parallelism have those masks.
+    """Reports where a token attends to others there than here: images under Transformer Engine, and
+    rows that are packed without `thd` and without context parallelism.
     """
     packed = read_section(settings, "packed_sequence")
-    is_for_images = bool(packed.get("pack_size")) and packed.get("packing_format") != "thd"
-    ranks = read_section(settings, "distributed").get("cp_size")
+    packs_images = runs_for_images(settings) and bool(packed.get("pack_size"))
+    packs_images_unsplit = packs_images and packed.get("packing_format") != "thd"
+    packs_texts = bool(_read_packed_size(settings)) and packed.get("packing_strategy") == "neat"
+    shares_rows = _is_shared(read_section(settings, "distributed"), "cp_size")
     model = read_section(settings, "model")
     attention = model.get("attn_implementation")
-    is_whole = ranks in (None, 1) and not packed.get("pack_size")
+    is_whole = not shares_rows and not packs_images
     if attention == "te" and conversion.images == "gemma3" and is_whole:
         conversion.add_difference("model.attn_implementation", attention, IMAGES_UNSEEN_BY_ENGINE)
-    if ranks not in (None, 1) or not (is_for_images or packed.get("packing_strategy") == "neat"):
+    if shares_rows or not (packs_images_unsplit or packs_texts):
         return
     name = name_model(settings)
     family = guess_family(name) or ""
     backend = read_section(model, "backend").get("attn")
     has_own_class = is_mixture(name) and not is_of_transformers(settings)
-    is_by_transformers = is_for_images and not has_own_class
+    is_by_transformers = packs_images_unsplit and not has_own_class
     if attention == "eager" and (is_by_transformers or family in FAMILIES_BY_TRANSFORMERS):
         conversion.add_difference("model.attn_implementation", attention, PACKED_ROWS_UNMASKED)
     elif is_by_transformers and attention == "sdpa" and family.startswith("gemma"):

@@ -18,7 +18,7 @@ from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
 from finetune.convert.foreign_values import convert_number, read_number
-from finetune.convert.hints import find_texts
+from finetune.convert.hints import find_texts, list_types
 from finetune.convert.model_names import (
     guess_family,
     guess_vision_family,
@@ -171,7 +171,7 @@ ANSWERS_FOUND = (
 
 def _report_cut_answers(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that Axolotl may lose a part of a pair's answers, which it finds by their text."""
-    types = find_texts(settings, "type")
+    types = list_types(settings)
     cuts_answers_out = settings.get("rl") in ("dpo", "ipo", "simpo")
     if cuts_answers_out and any(each.startswith("chat_template") for each in types):
         conversion.add_remark("datasets.type", "chat_template", ANSWERS_FOUND)
@@ -407,7 +407,7 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
         _report_pretraining(settings, conversion)
     elif settings.get("streaming"):
         _report_stream(settings, conversion)
-    types = list(find_texts(settings, "type"))
+    types = list_types(settings)
     has_plain_texts = any(each.startswith("completion") for each in types)
     if has_plain_texts and (packs or not settings.get("pretraining_dataset")):
         conversion.add_remark("sequence_len", settings.get("sequence_len"), TEXTS_CUT)
@@ -453,7 +453,7 @@ def _report_stream(settings: ToolFile, conversion: Conversion) -> None:
     """
     strategy = settings.get("excess_length_strategy")
     length = settings.get("sequence_len")
-    has_only_texts = all(kind.startswith("completion") for kind in find_texts(settings, "type"))
+    has_only_texts = all(kind.startswith("completion") for kind in list_types(settings))
     if not settings.get("sample_packing") and not has_only_texts:
         conversion.add_difference("sequence_len", length, LONG_KEPT)
     elif settings.get("sample_packing") and strategy not in (None, "drop"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.config.schema import FORMATS
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
-from finetune.convert.hints import find_texts
+from finetune.convert.hints import find_texts, list_types
 from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
 
@@ -455,7 +455,7 @@ def _add_mistral_turns(settings: ToolFile, conversion: Conversion) -> None:
         (template for pattern, template in MISTRAL_COMMON.items() if re.search(pattern, model)),
         None,
     )
-    types = find_texts(settings, "type")
+    types = list_types(settings)
     has_chats = any(each.startswith("chat_template") for each in types) and not settings.get("rl")
     if has_chats:
         conversion.add_difference("tokenizer_use_mistral_common", True, THOUGHTS_LEFT_OUT)
@@ -696,9 +696,7 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(TOKENIZERS_BOS)
     elif template not in TEMPLATES.values():
         conversion.remarks.append(MAYBE_BOS)
-    is_template_text = any(
-        each.startswith("chat_template") for each in find_texts(settings, "type")
-    )
+    is_template_text = any(each.startswith("chat_template") for each in list_types(settings))
     if is_template_text and method == "dpo" and template not in WITHOUT_BOS:
         conversion.remarks.append(SECOND_BOS)
 

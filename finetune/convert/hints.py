@@ -53,7 +53,10 @@ def is_factory_v1(file: Mapping[str, Any]) -> bool:
 
 
 def find_texts(value: Any, key: str) -> Iterator[str]:
-    """Yields every text under `key`, at any depth of mappings and lists."""
+    """Yields every text under `key`, at any depth of mappings and lists.
+
+    A mapping or list under `key` is searched in turn.
+    """
     if isinstance(value, dict):
         for name, inner in value.items():
             if name == key and isinstance(inner, str):
@@ -63,6 +66,18 @@ def find_texts(value: Any, key: str) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from find_texts(inner, key)
+
+
+def list_types(settings: Mapping[str, Any]) -> list[str]:
+    """Lists the `type` of each data set in an Axolotl file: "custom" for a mapping of columns."""
+    types = []
+    for key in ("datasets", "test_datasets", "pretraining_dataset"):
+        entries = settings.get(key)
+        for entry in entries if isinstance(entries, list) else [entries]:
+            kind = entry.get("type") if isinstance(entry, dict) else None
+            if kind is not None:
+                types.append("custom" if isinstance(kind, dict) else str(kind))
+    return types
 
 
 def find_writer(file: Mapping[str, Any]) -> Tool | None:

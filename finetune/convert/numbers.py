@@ -15,7 +15,7 @@ from finetune.convert.chat_templates import BREAKING_TEMPLATES, TRIMMING_TEMPLAT
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import is_of_megatron
 from finetune.convert.foreign_values import convert_number
-from finetune.convert.hints import find_texts
+from finetune.convert.hints import list_types
 from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
 from finetune.convert.shared import EXPERIMENTAL_METHODS, find_muon_key
@@ -329,7 +329,7 @@ def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
     too: Axolotl's marks around turns, and torchtune's system messages.
     """
     has_answers = find_method_facts(conversion.recipe).rows == "answers" and not conversion.images
-    has_turns = "chat_template" in find_texts(settings, "type")
+    has_turns = _has_chats(settings)
     if (
         conversion.tool == "Axolotl"
         and has_answers
@@ -383,7 +383,7 @@ def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
 
 def _has_chats(settings: ToolFile) -> bool:
     """Whether Axolotl's ChatTemplateStrategy reads rows of the file."""
-    return any(each.startswith("chat_template") for each in find_texts(settings, "type"))
+    return any(each.startswith("chat_template") for each in list_types(settings))
 
 
 def _report_joined_breaks(settings: ToolFile, conversion: Conversion) -> None:

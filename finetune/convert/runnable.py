@@ -109,11 +109,13 @@ def make_runnable(conversion: Conversion) -> None:
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
         _fit_family(conversion, facts)
-    if conversion.images in IMAGE_FAMILIES:
+    if conversion.images in IMAGE_FAMILIES:  # `_fit_family` has not run for a family of images only
         _drop_remote_code(str(conversion.images), conversion)
     # keys of the recipe, and of the Accelerate file
     fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
     problems = judge(conversion, facts)
+    # One at a time, since a fix may solve other problems, or make some. The bound is against fixes
+    # that undo each other.
     for _ in range(MOST_CHANGES):
         fixable_problem = next(
             (problem for problem in problems if problem.fix and problem.fix.keys() <= fixable), None

@@ -210,6 +210,7 @@ def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
                 f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run"
             )
         return checkpoint
+    path = path.absolute()  # "." has no name
     if path.name == "checkpoints" and list_checkpoints(path.parent):
         run = path.parent
     else:

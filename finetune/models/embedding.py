@@ -122,7 +122,9 @@ def make_grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[
     the file has a row for the new token. So is a row beyond the file that only fills up the tensor.
     Every rank computes the mean over all of these rows, so that each layout has the same values.
 
-    tensor: The embedding or the head, [rows, hidden], or its bias, [rows].
+    Args:
+        tensor: The embedding or the head, [rows, hidden], or its bias, [rows].
+        vocabulary: Its first `known` rows are taken for the tokens that the tokenizer knew.
     """
     stored = tensor.shape[0]
     known = min(vocabulary.known, stored)
@@ -138,7 +140,8 @@ def make_grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[
     def read(slices: Slices) -> Tensor:
         row_slice, *column_slices = slices
         wanted = range(vocabulary.rows)[row_slice]
-        parts = []
+        # a rank may have no rows
+        parts = [read_slice(tensor, (slice(0, 0), *column_slices)).float()]
         for start, stop, is_new in (
             (0, known, False),
             (known, vocabulary.tokens, True),  # added tokens

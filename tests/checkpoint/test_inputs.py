@@ -83,3 +83,6 @@ def test_the_same_files_are_the_same_from_any_working_directory(
     for then, now in ((within, beside), (beside, within)):
         changes, other = compare_recipes(to_dict(then), to_dict(now), folder)
         assert (len(changes), other) == (1, []) and changes[0].startswith("seed: ")
+    without_data = to_dict(within) | {"datasets": []}
+    changes, _ = compare_recipes(without_data, to_dict(within), folder)
+    assert changes and not any(change.startswith("datasets: ") for change in changes)

@@ -71,6 +71,7 @@ from finetune.convert.automodel import (
     NORMS_OF_RANKS_IN_06,
     NOTHING_SAVED,
     OVERLONG_WAYS,
+    PACKED_ROWS_UNMASKED,
     PADDED_ROWS,
     RATES_IN_FP32,
     ROTATION_ROUNDED,
@@ -490,6 +491,22 @@ def test_documents_that_see_each_other_in_several_packed_rows_are_said(
     assert (DOCUMENTS_NOT_APART in said(made)) == is_joined
     joined_by_default = f"{WHERE_NO_ENGINE}{DOCUMENTS_NOT_APART}" in said(made)
     assert joined_by_default == (is_joined and not model)
+
+
+@pytest.mark.parametrize("packed", [{}, {"pack_size": 1024}, {"packed_sequence_size": 0}])
+def test_rows_that_are_not_packed_have_no_line_of_packed_rows(
+    packed: dict[str, int], convert: Convert
+) -> None:
+    model = {
+        "pretrained_model_name_or_path": "google/gemma-3-1b-it",
+        "attn_implementation": "eager",
+    }
+    keys = {"packing_strategy": "neat"} | packed
+    made = convert(AUTOMODEL, model=AUTOMODEL["model"] | model, packed_sequence=keys)
+    assert PACKED_ROWS_UNMASKED not in said(made)
+    keys["packed_sequence_size"] = 1024
+    made = convert(AUTOMODEL, model=AUTOMODEL["model"] | model, packed_sequence=keys)
+    assert PACKED_ROWS_UNMASKED in said(made)
 
 
 @pytest.mark.parametrize(("part", "is_joined"), [({}, False), ({"pp_microbatch_size": 2}, True)])

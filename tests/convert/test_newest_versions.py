@@ -1083,6 +1083,8 @@ def test_what_axolotl_does_with_long_rows_of_a_stream_is_said(convert: Convert) 
     packed = convert(AXOLOTL | stream, sample_packing=True)
     assert LONG_DROPPED in said(packed) and packed.recipe["overlength"] == "drop"
     assert LONG_KEPT in said(convert(AXOLOTL | stream))
+    columns = {"field_instruction": "q", "field_output": "a"}
+    assert LONG_KEPT in said(convert(AXOLOTL | stream, datasets=[{"path": "a/b", "type": columns}]))
     texts = convert(AXOLOTL | stream, datasets=[{"path": "a/texts", "type": "completion"}])
     assert not any(note in said(texts) for note in (LONG_DROPPED, LONG_KEPT))
 

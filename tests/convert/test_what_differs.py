@@ -163,6 +163,14 @@ def test_ranks_that_share_a_row_count_as_one(
         ({"datasets": ALPACA, "sample_packing": True}, False),
         ({"datasets": ALPACA, "sample_packing": True, "train_on_inputs": True}, True),
         ({"sample_packing": True, "train_on_inputs": True}, False),  # its words alone
+        (
+            {
+                "sample_packing": True,
+                "train_on_inputs": True,
+                "overrides_of_model_config": {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            },
+            False,
+        ),
     ],
 )
 def test_the_first_token_of_a_packed_document_is_said_to_be_trained(

@@ -353,7 +353,10 @@ def test_the_recipe_can_name_the_dtype(trained: Path) -> None:
 
 
 def test_a_damaged_checkpoint_is_not_exported(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(trained / "fsdp2-untied" / "checkpoints", run / "checkpoints")
@@ -362,7 +365,12 @@ def test_a_damaged_checkpoint_is_not_exported(
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)
-    for source in (run, checkpoint):
+    folders = (run, checkpoint.parent, checkpoint, checkpoint / "model")
+    for folder, source in [
+        *((tmp_path, each) for each in folders),
+        *((each, ".") for each in folders),
+    ]:
+        monkeypatch.chdir(folder)
         assert main(["export", str(source), "--output", str(out), "--no-verify"]) == 2
         assert f"model/{part.name} does not match its checksum" in capsys.readouterr().err
     assert not out.exists()
