@@ -136,6 +136,7 @@ def draw(
         "mixed_precision": rng.choice(("no", "bf16")),
         "fsdp_version": rng.choice((1, 2)),
         "fsdp_activation_checkpointing": rng.random() < 0.4,
+        "fsdp_auto_wrap_policy": rng.choice(("TRANSFORMER_BASED_WRAP",) * 4 + ("NO_WRAP",)),
         "num_processes": given.get("num_processes", 1),
         "tp_size": 1,
     }
