@@ -29,6 +29,7 @@ from finetune.convert.shared import (
     PACKED_IN_ORDER,
     ROTATED_IN_PART,
     ROTATED_WHOLE,
+    ROTATION_ROUNDED,
     UNMULTIPLIED,
     UNMULTIPLIED_BY_LIGER,
 )
@@ -488,10 +489,6 @@ SEES_LATER = (
 WITHOUT_ENGINE = ", the default without Transformer Engine,"
 # attention_sink_bias of models/mimo_v2_flash is no parameter
 SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
-# the cast at the end of initialize_weights, in the class of Mistral 4 with images
-ROTATION_ROUNDED = (
-    "positions are rotated by frequencies that are rounded to bfloat16 there, in float32 here"
-)
 # from_hf and to_hf of models/gemma4_moe/state_dict_adapter.py
 SCALES_FOLDED = (
     "an expert's per_expert_scale is multiplied into its down_proj there, which is trained as one "
@@ -719,7 +716,8 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
 def _rounds_frequencies(family: str, settings: ToolFile, conversion: Conversion) -> bool:
     """Whether Automodel's own class rounds the frequencies of rotary positions to 16 bits.
 
-    Mistral 4 with images does, unless its weights are in float32.
+    Mistral 4 with images does, at the end of its initialize_weights, unless its weights are in
+    float32.
     """
     is_in_32_bits = "32" in str(read_section(settings, "model").get("torch_dtype"))
     return family == "mistral4" and bool(conversion.images) and not is_in_32_bits

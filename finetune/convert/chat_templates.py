@@ -634,12 +634,18 @@ STOPPED_HERE = (
 )
 
 
+# formats of single texts that the tokenizer's template, where there is one, writes as turns
+TURNS_WITH_TEMPLATE = ("squad",)
+
+
 def end_last_answers(settings: ToolFile, conversion: Conversion) -> None:
     """Sets our template for models whose own one ends no last answer, which no run here takes."""
     recipe = conversion.recipe
     name = name_model(settings).lower()
     types = [entry.get("type", "messages") for entry in recipe.get("datasets", ())]
-    is_rendered = any(each in FORMATS and FORMATS[each].is_chat for each in types)
+    is_rendered = any(
+        each in TURNS_WITH_TEMPLATE or (each in FORMATS and FORMATS[each].is_chat) for each in types
+    )
     learns_turns = is_rendered and find_method_facts(recipe).rows in ("answers", "pairs", "ratings")
     if "chat_template" in recipe or not learns_turns or not MAYBE_ENDLESS.search(name):
         return

@@ -12,7 +12,7 @@ from finetune.convert.chat_templates import HEADER_TRAINED, report_own_thoughts
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.entries import DataSetEntry, Sources, find_from_root, make_sources
 from finetune.convert.model_names import name_model
-from finetune.convert.shared import PACKED_IN_ORDER, WHOLE_STEPS
+from finetune.convert.shared import PACKED_IN_ORDER, ROTATION_ROUNDED, WHOLE_STEPS
 from finetune.convert.value_conversion import Conversion
 
 V1_COMMAND = (
@@ -83,6 +83,8 @@ def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("deepspeed") and settings.get("global_batch_size"):
         rows = settings["global_batch_size"]
         conversion.add_difference("global_batch_size", rows, DIVIDED_AGAIN)
+    if settings.get("pure_bf16"):  # shard_model of fsdpturbo.py casts buffers too
+        conversion.add_difference("dist_config.name", "fsdpturbo", ROTATION_ROUNDED)
     strategy = settings.get("batching_strategy")
     conversion.remarks.append(FILLED_UP if strategy in (PACKING, FILLING) else WHOLE_STEPS)
     if strategy == FILLING:

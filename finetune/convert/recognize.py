@@ -317,7 +317,7 @@ def rename_v1(settings: ToolFile) -> dict[str, Any]:
         renamed |= {key: adapters[key] for key in sorted(other_keys)}
     sharding = read_section(settings, "dist_config")
     if sharding.get("name") in ("fsdp2", "fsdpturbo"):
-        renamed["fsdp"] = "full_shard"
+        renamed |= {"fsdp": "full_shard", "init_config": read_section(settings, "init_config")}
     elif sharding:
         renamed["deepspeed"] = sharding.get("config_file") or sharding.get("name")
     elif kind == "full":

@@ -44,6 +44,9 @@ ROTATED_WHOLE = (
     "Liger's kernel turns whole heads by position there, and by other angles than the model's "
     "config says, whose partial_rotary_factor is 0.75; here as it says"
 )
+ROTATION_ROUNDED = (
+    "positions are rotated by frequencies that are rounded to bfloat16 there, in float32 here"
+)
 # load_best_model_at_end of Axolotl's core/builders/causal.py
 BEST_AT_END = (
     "of the checkpoints that are saved the best one is kept there, of all evaluations here"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.quantization import QLORA
+from finetune.convert.asked_layout import COMMAND
 from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import UNLIMITED, set_optimizers_defaults
@@ -97,6 +98,13 @@ SHARED_EXPERT_ADDED = (
     "each of the {} ranks that share a row adds the whole output of the shared expert there: it is "
     "added {} times; here once"
 )
+# `train` of its recipes/full_finetune_single_device.py, in 0.6.1: it scales no gradients under
+# optimizer_in_bwd, and the loss is multiplied by the batch's number of trained tokens
+SUMMED_IN_06 = (
+    "in 0.6 a step's gradients are those of the sum over its trained tokens there, of which a step "
+    "with more counts more; since 0.7 those of the mean, as here"
+)
+ON_ONE_DEVICE = "full_finetune_single_device"
 # torchtune's dtype -> our export_dtype: its checkpointers save the weights as they are trained
 SAVED_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -117,6 +125,10 @@ def adapt_torchtune(settings: ToolFile, text: str, conversion: Conversion) -> No
     if "teacher_model" in settings:
         conversion.add_difference("kd_ratio", settings.get("kd_ratio", 0.5), DIVIDED_BY_TOKENS)
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
+    command = COMMAND.search(text)
+    is_on_one_device = command is not None and command[1] == ON_ONE_DEVICE
+    if settings.get("optimizer_in_bwd") and is_on_one_device:
+        conversion.add_remark("optimizer_in_bwd", True, SUMMED_IN_06)
     export_dtype = SAVED_DTYPES.get(str(settings.get("dtype")))
     if export_dtype is not None:
         recipe["export_dtype"] = export_dtype

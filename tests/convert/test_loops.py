@@ -74,7 +74,6 @@ from finetune.convert.automodel import (
     PACKED_ROWS_UNMASKED,
     PADDED_ROWS,
     RATES_IN_FP32,
-    ROTATION_ROUNDED,
     ROUNDED_BIASES,
     ROUTERS_IN_16_BITS,
     ROUTERS_IN_16_BITS_IN_06,
@@ -193,11 +192,12 @@ from finetune.convert.shared import (
     IN_ORDER,
     PACKED_IN_ORDER,
     ROTATED_WHOLE,
+    ROTATION_ROUNDED,
     SUMMED_IN_16_BITS,
     UNMULTIPLIED,
     WHOLE_STEPS,
 )
-from finetune.convert.torchtune import METAS_FILES, SHARED_EXPERT_ADDED
+from finetune.convert.torchtune import METAS_FILES, SHARED_EXPERT_ADDED, SUMMED_IN_06
 from finetune.convert.trained_layers import (
     ADAPTERS_FROZEN,
     ALL_WITH_EXPERTS,
@@ -1591,6 +1591,24 @@ def test_torchtunes_left_over_micro_batches_are_added_to_the_next_epoch(
     )
     known = (WHOLE_STEPS, CARRIED_OVER, CARRIED_IN_06)
     assert [each for each in known if each in text] == [line]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_in_backward", "is_said"),
+    [
+        ("full_finetune_single_device", True, True),
+        ("full_finetune_single_device", False, False),
+        ("full_finetune_distributed", True, False),  # it divides by the tokens before the backward
+    ],
+)
+def test_gradients_of_sums_in_the_backward_of_torchtune_are_said(
+    recipe: str, is_in_backward: bool, is_said: bool, tmp_path: Path
+) -> None:
+    """torchtune 0.6.1 calls scale_grads under `if not self._optimizer_in_bwd`."""
+    source = tmp_path / "theirs.yaml"
+    keys = {"optimizer_in_bwd": is_in_backward}
+    source.write_text(f"# tune run {recipe} --config a/b\n" + yaml.safe_dump(TUNE | keys))
+    assert (SUMMED_IN_06 in said(convert_file(source))) == is_said
 
 
 def test_torchtunes_folder_of_metas_files_is_that_of_a_model_of_the_hub(tmp_path: Path) -> None:

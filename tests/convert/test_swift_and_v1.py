@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from finetune.config.schema import DatasetSource
 from finetune.convert.base_model import DEQUANTIZED_AWQ
@@ -19,7 +22,7 @@ from finetune.convert.factory_v1 import DIVIDED_AGAIN, DRAWN_AGAIN, V1_ROWS
 from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
 from finetune.convert.numbers import ROUNDED_MORE_OFTEN, UNTRAINED_BY_CUT
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
-from finetune.convert.shared import EXPERTS_UNDER_4
+from finetune.convert.shared import EXPERTS_UNDER_4, ROTATION_ROUNDED
 from finetune.convert.swift import (
     ANOTHER_OPTIMIZER,
     ANY_SYSTEM,
@@ -505,10 +508,33 @@ def test_a_limit_of_minus_one_keeps_all_checkpoints(convert: Convert) -> None:
 
 
 def test_fsdpturbo_of_llama_factorys_v1_trains_weights_in_bfloat16(convert: Convert) -> None:
-    """shard_model of its plugins/trainer_plugins/distributed/fsdpturbo.py."""
+    """shard_model of its plugins/trainer_plugins/distributed/fsdpturbo.py; buffers are cast too."""
     turbo = convert(V1, dist_config={"name": "fsdpturbo"})
-    assert turbo.recipe["dtype"] == "bfloat16"
-    assert "dtype" not in convert(V1).recipe
+    assert turbo.recipe["dtype"] == "bfloat16" and ROTATION_ROUNDED in said(turbo)
+    assert "dtype" not in convert(V1).recipe and ROTATION_ROUNDED not in said(convert(V1))
+    rotation = LlamaRotaryEmbedding(LlamaConfig(hidden_size=32, num_attention_heads=2))
+    exact = rotation.inv_freq.clone()
+    assert not torch.equal(rotation.to(torch.bfloat16).inv_freq.float(), exact)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "start", "is_said"),
+    [
+        ({"name": "fsdp2"}, "init_on_rank0", True),
+        ({"name": "fsdp2"}, "init_on_meta", False),  # it restores them
+        ({"name": "deepspeed"}, "init_on_rank0", False),
+        (None, "init_on_rank0", False),
+    ],
+)
+def test_buffers_that_llama_factorys_v1_leaves_empty_are_said(
+    sharding: dict[str, str] | None, start: str, is_said: bool, convert: Convert
+) -> None:
+    """shard_model of its fsdp2.py calls to_empty, and then fills what is in the state_dict."""
+    text = said(convert(V1, dist_config=sharding, init_config={"name": start}))
+    assert ("have whatever was in memory under FSDP there" in text) == is_said
+    rotation = LlamaRotaryEmbedding(LlamaConfig(hidden_size=32, num_attention_heads=2))
+    kept, first = rotation.state_dict(), rotation.inv_freq.data_ptr()
+    assert not kept and rotation.to_empty(device="cpu").inv_freq.data_ptr() != first
 
 
 def test_what_llama_factorys_v1_trains_of_a_model_that_reads_images_is_said(

@@ -1470,7 +1470,25 @@ MAY_STOP = "a run stops here until this key names a template that writes one"
             None,
             [MAY_STOP],
         ),
-        (NEMO | {"model": {"pretrained_model_name_or_path": "zai-org/GLM-4.7-Flash"}}, None, []),
+        (
+            NEMO | {"model": {"pretrained_model_name_or_path": "zai-org/GLM-4.7-Flash"}},
+            "glm4.7",
+            [ENDS_BY_US],
+        ),
+        (
+            NEMO | {"model": {"pretrained_model_name_or_path": "zai-org/glm-4-9b-chat-hf"}},
+            None,
+            [MAY_STOP],
+        ),
+        (
+            NEMO
+            | {
+                "model": {"pretrained_model_name_or_path": "zai-org/GLM-4.7-Flash"},
+                "dataset": {"_target_": "a.HellaSwag", "path_or_dataset": "a/b"},
+            },
+            None,
+            [],
+        ),
         (AXOLOTL | {"base_model": "facebook/xglm-564M"}, None, []),
         (AXOLOTL, None, []),
     ],
