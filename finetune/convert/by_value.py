@@ -98,6 +98,8 @@ WITHOUT_GRADIENT = (
 SWIFTS_CHECKPOINTS = (
     "gradient checkpointing (the default), unless it is plain DDP or has use_reentrant: false"
 )
+# a preset, whose checkpoints are FSDP's own: _check_fsdp2_compatibility of arguments/sft_args.py
+SWIFTS_FSDP2 = "fsdp2"
 # prepare_model_for_training of LLaMA-Factory's model/model_utils/checkpointing.py
 FACTORYS_CHECKPOINTS = (
     "gradient checkpointing (the default), unless it is FSDP2 or has use_reentrant_gc: false"
@@ -106,6 +108,7 @@ FACTORYS_CHECKPOINTS = (
 ENABLED_TWICE = "gradient_checkpointing: true without use_reentrant: false"
 # normalize_config of Axolotl's utils/config
 AXOLOTLS_CHECKPOINTS = "gradient checkpointing in 0.19, and in 0.21 with DeepSpeed's ZeRO-3"
+NOT_REENTRANT = ("rl", "selective_checkpointing", "unfrozen_parameters")
 USE_REENTRANT = re.compile(r"use_reentrant\W+(true|false)")
 # compute_loss of TRL's trainers
 OF_MICRO_BATCHES = (
@@ -132,7 +135,6 @@ FACTORYS_BALANCED_FAMILIES = (
     "ernie4_5_moe",
     "granitemoe",
     "jamba",
-    "llama4",
     "mixtral",
     "olmoe",
     "phimoe",
@@ -331,7 +333,7 @@ def _report_gradient(key: str, value: Any, settings: ToolFile, conversion: Conve
         checkpoints = _name_factorys_checkpoints(settings, is_reentrant)
     elif conversion.tool == "Axolotl":
         checkpoints = _name_axolotls_checkpoints(settings, is_reentrant)
-    elif not settings.get("gradient_checkpointing", True):
+    elif not settings.get("gradient_checkpointing", True) or settings.get("fsdp") == SWIFTS_FSDP2:
         checkpoints = ""
     elif is_reentrant is None and conversion.tool == "ms-swift":
         checkpoints = SWIFTS_CHECKPOINTS
@@ -369,7 +371,8 @@ def _name_axolotls_checkpoints(settings: ToolFile, is_reentrant: bool | None) ->
     # what offloads is checkpointed by torch's own wrapper, but in the load of an adapter's base
     if not is_on or (offloads and adapter != "lora"):
         return ""
-    if is_reentrant is None and not settings.get("unfrozen_parameters") and not settings.get("rl"):
+    keeps_graph = offload == "hidden_states" or any(map(settings.get, NOT_REENTRANT))
+    if is_reentrant is None and not keeps_graph:
         return AXOLOTLS_CHECKPOINTS
     return "use_reentrant: true" if is_reentrant else ""
 
