@@ -88,12 +88,28 @@ ADDED_EACH_TIME = (
 # compute_sft_loss of ms-swift's template/base.py, and compute_loss of its
 # trainers/seq2seq_trainer.py
 OF_EACH_PART = "of each micro-batch there, which counts by its labels; of the whole step here"
-# _fix_gradient_checkpointing of ms-swift's trainers/mixin.py: reentrant checkpoints run the forward
-# that gives the routers' logits without gradients
+# Reentrant checkpoints of torch run a layer's forward without gradients; there the hooks of
+# transformers 5 collect the routers' logits.
 WITHOUT_GRADIENT = (
-    "it is only added to the loss that is shown there, without a gradient, under gradient "
-    "checkpointing (the default) but in plain DDP or by use_reentrant: false; here it has one"
+    "the routers' auxiliary loss is only added to the loss that is shown there, without a "
+    "gradient, under {}; here it has one"
 )
+# _fix_gradient_checkpointing of ms-swift's trainers/mixin.py
+SWIFTS_CHECKPOINTS = (
+    "gradient checkpointing (the default), unless it is plain DDP or has use_reentrant: false"
+)
+# a preset, whose checkpoints are FSDP's own: _check_fsdp2_compatibility of arguments/sft_args.py
+SWIFTS_FSDP2 = "fsdp2"
+# prepare_model_for_training of LLaMA-Factory's model/model_utils/checkpointing.py
+FACTORYS_CHECKPOINTS = (
+    "gradient checkpointing (the default), unless it is FSDP2 or has use_reentrant_gc: false"
+)
+# _gradient_checkpointing_enable there, which Trainer calls again by this key
+ENABLED_TWICE = "gradient_checkpointing: true without use_reentrant: false"
+# normalize_config of Axolotl's utils/config
+AXOLOTLS_CHECKPOINTS = "gradient checkpointing in 0.19, and in 0.21 with DeepSpeed's ZeRO-3"
+NOT_REENTRANT = ("rl", "selective_checkpointing", "unfrozen_parameters")
+USE_REENTRANT = re.compile(r"use_reentrant\W+(true|false)")
 # compute_loss of TRL's trainers
 OF_MICRO_BATCHES = (
     "of each micro-batch of each process by itself there, and their mean is added; of the whole "
@@ -119,7 +135,6 @@ FACTORYS_BALANCED_FAMILIES = (
     "ernie4_5_moe",
     "granitemoe",
     "jamba",
-    "llama4",
     "mixtral",
     "olmoe",
     "phimoe",
@@ -295,6 +310,7 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("router_aux_loss_coef", None, BALANCED_BY_DEFAULT)
         if asked or (asked is None and is_default):
             conversion.add_remark("router_aux_loss_coef", asked, OF_MICRO_BATCHES)
+            _report_gradient("router_aux_loss_coef", asked, settings, conversion)
     elif conversion.tool == "Axolotl":
         _adapt_model_config(dict(read_section(settings, "model_config")), settings, conversion)
     elif asked and conversion.tool == "LLaMA-Factory":
@@ -303,11 +319,62 @@ def _report_balance(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_remark("moe_aux_loss_coef", asked, NOT_READ.format("this family's code"))
         else:
             conversion.add_difference("moe_aux_loss_coef", asked, ADDED_EACH_TIME)
+            _report_gradient("moe_aux_loss_coef", asked, settings, conversion)
     elif asked and conversion.tool == "ms-swift":
         conversion.add_remark("router_aux_loss_coef", asked, OF_EACH_PART)
-        is_reentrant = "false" not in str(settings.get("gradient_checkpointing_kwargs")).lower()
-        if settings.get("gradient_checkpointing", True) and is_reentrant:
-            conversion.add_difference("router_aux_loss_coef", asked, WITHOUT_GRADIENT)
+        _report_gradient("router_aux_loss_coef", asked, settings, conversion)
+
+
+def _report_gradient(key: str, value: Any, settings: ToolFile, conversion: Conversion) -> None:
+    """Reports where the routers' auxiliary loss, which `key` asks for, has no gradient there."""
+    asked = USE_REENTRANT.search(str(settings.get("gradient_checkpointing_kwargs")).lower())
+    is_reentrant = asked[1] == "true" if asked else None
+    if conversion.tool == "LLaMA-Factory":
+        checkpoints = _name_factorys_checkpoints(settings, is_reentrant)
+    elif conversion.tool == "Axolotl":
+        checkpoints = _name_axolotls_checkpoints(settings, is_reentrant)
+    elif not settings.get("gradient_checkpointing", True) or settings.get("fsdp") == SWIFTS_FSDP2:
+        checkpoints = ""
+    elif is_reentrant is None and conversion.tool == "ms-swift":
+        checkpoints = SWIFTS_CHECKPOINTS
+    else:
+        checkpoints = "use_reentrant: true" if is_reentrant else ""
+    if checkpoints:
+        conversion.add_difference(key, value, WITHOUT_GRADIENT.format(checkpoints))
+
+
+def _name_factorys_checkpoints(settings: ToolFile, is_reentrant: bool | None) -> str:
+    """Returns under which checkpoints LLaMA-Factory runs a forward without gradients; "" for none.
+
+    `is_reentrant` is what gradient_checkpointing_kwargs says.
+    """
+    if settings.get("disable_gradient_checkpointing") or settings.get("use_kt"):
+        return ""
+    if settings.get("use_unsloth_gc"):
+        return "use_unsloth_gc"
+    if settings.get("gradient_checkpointing"):
+        return "" if is_reentrant is False else ENABLED_TWICE
+    return FACTORYS_CHECKPOINTS if settings.get("use_reentrant_gc", True) else ""
+
+
+def _name_axolotls_checkpoints(settings: ToolFile, is_reentrant: bool | None) -> str:
+    """Returns under which checkpoints Axolotl runs a forward without gradients; "" for none.
+
+    `is_reentrant` is what gradient_checkpointing_kwargs says.
+    """
+    offload = settings.get("activation_offloading")
+    adapter = settings.get("adapter")
+    if offload == "legacy" and adapter:
+        return "activation_offloading: legacy"
+    is_on = settings.get("gradient_checkpointing")
+    offloads = is_on in ("offload", "offload_disk") or offload in (True, "disk", "legacy")
+    # what offloads is checkpointed by torch's own wrapper, but in the load of an adapter's base
+    if not is_on or (offloads and adapter != "lora"):
+        return ""
+    keeps_graph = offload == "hidden_states" or any(map(settings.get, NOT_REENTRANT))
+    if is_reentrant is None and not keeps_graph:
+        return AXOLOTLS_CHECKPOINTS
+    return "use_reentrant: true" if is_reentrant else ""
 
 
 def _adapt_model_config(
@@ -330,6 +397,7 @@ def _adapt_model_config(
     else:
         conversion.recipe["router_aux_loss_coef"] = float(coefficient)
     conversion.add_remark("model_config.output_router_logits", True, ADDED_BY_MODEL)
+    _report_gradient("model_config.output_router_logits", True, settings, conversion)
 
 
 def _report_new_rows(settings: ToolFile, conversion: Conversion) -> None:

@@ -56,13 +56,17 @@ from finetune.convert.by_tool import (
 from finetune.convert.by_value import (
     ADDED_BY_MODEL,
     ADDED_EACH_TIME,
+    AXOLOTLS_CHECKPOINTS,
     BALANCED_BY_CONFIG,
     BALANCED_BY_DEFAULT,
+    ENABLED_TWICE,
+    FACTORYS_CHECKPOINTS,
     HELD_OUT_SAMPLED,
     MODELS_OWN,
     OF_EACH_PART,
     OF_MICRO_BATCHES,
     SUM_REFUSED,
+    SWIFTS_CHECKPOINTS,
     WITHOUT_GRADIENT,
 )
 from finetune.convert.chat_templates import (
@@ -706,13 +710,6 @@ def test_the_auxiliary_loss_of_each_micro_batch_is_said(convert: Convert) -> Non
     """A sum over a step's micro-batches and processes, and their mean by ms-swift's compute_sft_loss."""
     made = convert(SWIFT)
     assert OF_EACH_PART in said(made) and ADDED_EACH_TIME not in said(made)
-    assert WITHOUT_GRADIENT in said(made)
-    for keys in (
-        {"gradient_checkpointing": False},
-        {"gradient_checkpointing_kwargs": {"use_reentrant": False}},
-    ):
-        made = convert(SWIFT, router_aux_loss_coef=0.01, **keys)
-        assert OF_EACH_PART in said(made) and WITHOUT_GRADIENT not in said(made)
     assert OF_EACH_PART not in said(convert(SWIFT, router_aux_loss_coef=0.0))
     factory = FACTORY | {"template": "default", "moe_aux_loss_coef": 1e-3}
     made = convert(factory, model_name_or_path="Qwen/Qwen3-30B-A3B")
@@ -721,7 +718,58 @@ def test_the_auxiliary_loss_of_each_micro_batch_is_said(convert: Convert) -> Non
     assert "router_aux_loss_coef" not in made.recipe and "moe_aux_loss_coef: 0.001" in said(made)
 
 
-def test_transformers_divides_no_auxiliary_loss_by_the_labels_of_a_step() -> None:
+FACTORYS_MIXTURE = FACTORY | {
+    "model_name_or_path": "Qwen/Qwen3-30B-A3B",
+    "template": "default",
+    "moe_aux_loss_coef": 1e-3,
+}
+AXOLOTLS_MIXTURE = {
+    "base_model": "mistralai/Mixtral-8x7B-v0.1",
+    "datasets": [{"path": "a/rows"}],
+    "model_config": {"output_router_logits": True},
+}
+TRLS_MIXTURE = {"model_name_or_path": "openai/gpt-oss-20b", "dataset_name": "a/rows"}
+CHECKPOINTS = {"gradient_checkpointing": True}
+REENTRANT = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+KEPT = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+SHOWN_ALONE = WITHOUT_GRADIENT.partition("{}")[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "keys", "checkpoints"),
+    [
+        (SWIFT, {}, SWIFTS_CHECKPOINTS),
+        (SWIFT, REENTRANT, "use_reentrant: true"),
+        (SWIFT, KEPT, ""),
+        (SWIFT, {"gradient_checkpointing": False}, ""),
+        (SWIFT, {"fsdp": "fsdp2"}, ""),
+        (FACTORYS_MIXTURE, {}, FACTORYS_CHECKPOINTS),
+        (FACTORYS_MIXTURE, {"use_reentrant_gc": False}, ""),
+        (FACTORYS_MIXTURE, {"use_reentrant_gc": False, **CHECKPOINTS}, ENABLED_TWICE),
+        (FACTORYS_MIXTURE, {**CHECKPOINTS, **KEPT}, ""),
+        (FACTORYS_MIXTURE, {"use_reentrant_gc": False, "use_unsloth_gc": True}, "use_unsloth_gc"),
+        (FACTORYS_MIXTURE, {"disable_gradient_checkpointing": True}, ""),
+        (AXOLOTLS_MIXTURE, {}, ""),
+        (AXOLOTLS_MIXTURE, CHECKPOINTS, AXOLOTLS_CHECKPOINTS),
+        (AXOLOTLS_MIXTURE, CHECKPOINTS | REENTRANT, "use_reentrant: true"),
+        (AXOLOTLS_MIXTURE, CHECKPOINTS | KEPT, ""),
+        (AXOLOTLS_MIXTURE, CHECKPOINTS | {"unfrozen_parameters": ["model.layers.*"]}, ""),
+        (AXOLOTLS_MIXTURE, CHECKPOINTS | {"activation_offloading": True}, ""),
+        (AXOLOTLS_MIXTURE, CHECKPOINTS | {"activation_offloading": "hidden_states"}, ""),
+        (TRLS_MIXTURE, {}, ""),
+        (TRLS_MIXTURE, REENTRANT, "use_reentrant: true"),
+        (TRLS_MIXTURE, REENTRANT | {"gradient_checkpointing": False}, ""),
+    ],
+)
+def test_the_auxiliary_loss_without_a_gradient_is_said(
+    convert: Convert, file: dict[str, Any], keys: dict[str, Any], checkpoints: str
+) -> None:
+    said_of_it = said(convert(file, **keys))
+    assert (SHOWN_ALONE in said_of_it) == bool(checkpoints)
+    assert not checkpoints or WITHOUT_GRADIENT.format(checkpoints) in said_of_it
+
+
+def make_mixture(coefficient: float) -> MixtralForCausalLM:
     config = MixtralConfig(
         vocab_size=32,
         hidden_size=16,
@@ -729,11 +777,29 @@ def test_transformers_divides_no_auxiliary_loss_by_the_labels_of_a_step() -> Non
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=2,
-        num_local_experts=2,
+        num_local_experts=4,
         output_router_logits=True,
-        router_aux_loss_coef=0.5,
+        router_aux_loss_coef=coefficient,
     )
-    model, ids = MixtralForCausalLM(config), torch.arange(8)[None]
+    torch.manual_seed(0)
+    return MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_reentrant_checkpoints_take_the_auxiliary_losss_gradient(is_reentrant: bool) -> None:
+    gradients = []
+    for coefficient in (0.0, 1.0):
+        model = make_mixture(coefficient)
+        model.gradient_checkpointing_enable({"use_reentrant": is_reentrant})
+        ids = torch.arange(8)[None]
+        model.train()
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    assert torch.equal(*gradients) == is_reentrant
+
+
+def test_transformers_divides_no_auxiliary_loss_by_the_labels_of_a_step() -> None:
+    model, ids = make_mixture(0.5), torch.arange(8)[None]
     outputs = [model(input_ids=ids, labels=ids, num_items_in_batch=labels) for labels in (7, 14)]
     auxiliary = 2 * outputs[1].loss - outputs[0].loss  # twice the labels halve the rest alone
     assert torch.isclose(auxiliary, 0.5 * outputs[0].aux_loss)
