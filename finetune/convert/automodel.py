@@ -1028,6 +1028,10 @@ STARTS_TWICE = (
     "rows: where the chat template writes the BOS token and the tokenizer begins each text with "
     "one too, as Gemma 3's, a row begins with two there; with one here"
 )
+EMBEDDING_THERE = (
+    "not read there since 0.3, and refused since 0.7; nor read here: the embedding is trained; "
+    "frozen_modules: [embed_tokens] freezes it, as 0.2 does"
+)
 # models whose tokenizer begins no text with BOS; that of Gemma 4's base models does
 WITHOUT_OWN_BOS = re.compile(r"qwen|internvl|gemma-?4-.*it\b")
 # build_labels of collate_fns.py: the templates of these families write nothing between a question's
@@ -1064,9 +1068,11 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     if runs_for_images(settings) and packed.get("pretokenize", is_packed):
         _report_tokenized(settings, conversion)
     # since 0.7 the recipe for texts reads freeze_config too
-    is_frozen = read_section(settings, "freeze_config").get("freeze_language_model")
+    frozen = read_section(settings, "freeze_config")
     has_text_part = runs_for_images(settings) or has_tower(name)
-    if is_frozen and has_text_part and not reads_images(settings):
+    if frozen.get("freeze_embeddings") and has_text_part and not settings.get("peft"):
+        conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
+    if frozen.get("freeze_language_model") and has_text_part and not reads_images(settings):
         conversion.add_difference("freeze_language_model", True, "trained here")
     if conversion.images in FAMILIES_WITHOUT_HEADER or (
         conversion.images and "pixtral" in name.lower()

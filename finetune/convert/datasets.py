@@ -312,7 +312,10 @@ FIRST_OF_ANSWER = (
 # our `type` -> how a text or an answer begins or ends differently there
 AUTOMODEL_ENDS = {
     # convert_sharegpt_to_conversation of its components/datasets/vlm/datasets.py
-    "messages": "white space around a question is left out there",
+    "messages": (
+        "white space around a question is left out there, and <image> and <video> in it, with the "
+        "white space around them"
+    ),
     "squad": (
         "without a chat template the end-of-text token is trained after each answer here, and the "
         f"space before an answer is no part of its first token, {FIRST_OF_ANSWER}"

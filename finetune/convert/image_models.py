@@ -195,6 +195,10 @@ UNREAD = (
 )
 STOPS_TOO = ", and there"
 DECAYS_ALONE = "; there nothing changes but the embedding's rows for images, by weight decay"
+ROUNDED_AWAY = (
+    "; there no weight changes: the weight decay of the embedding's rows for images is too small "
+    "for bfloat16"
+)
 
 
 def adapt_fusion(model: Mapping[str, Any], name: str, conversion: Conversion) -> None:
@@ -250,7 +254,8 @@ def report_unread_parts(settings: ToolFile, conversion: Conversion) -> None:
     if conversion.images == "mllama" and are_texts and decoder in (False, "frozen"):
         # full training of the fusion layers includes the embedding's rows for images
         trains_embedding_rows = model.get("fusion_trainable") in (True, "full")
-        there = DECAYS_ALONE if trains_embedding_rows else STOPS_TOO
+        decay = DECAYS_ALONE if str(settings.get("dtype")) == "fp32" else ROUNDED_AWAY
+        there = decay if trains_embedding_rows else STOPS_TOO
         conversion.add_difference("model.decoder_trainable", decoder, UNREAD.format(there))
 
 
@@ -271,10 +276,6 @@ OF_TOWER = ("vision", "visual", "image_encoder")
 TOWER_PART = re.compile(r"self\.(vision_tower|visual|vision_model|embed_vision) = ")
 PROJECTOR = re.compile(r"self\.(\w*projector|connector|image_newline) = ")
 TEXT_PART = re.compile(r"self\.(language_model|text_model) = ")
-EMBEDDING_THERE = (
-    "not read there since 0.3, and refused since 0.7; nor read here: the embedding is trained; "
-    "frozen_modules: [embed_tokens] freezes it, as 0.2 does"
-)
 SOUND_THERE = "the tower of sound is trained there by rows with sound, which are not read here"
 
 
@@ -299,8 +300,6 @@ def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
         if frozen.get("freeze_language_model"):
             conversion.add_difference("freeze_language_model", True, ADAPTERS_OF_TEXT)
         return
-    if frozen.get("freeze_embeddings"):
-        conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
     text = sorted(set(TEXT_PART.findall(source)))
     tower = sorted(set(TOWER_PART.findall(source)))
     are_parts_known = text and tower

@@ -57,6 +57,7 @@ from finetune.convert.image_models import (
     ADAPTERS_OF_TEXT,
     DECAYS_ALONE,
     PART_ADAPTED,
+    ROUNDED_AWAY,
     STOPS_TOO,
     UNREAD,
 )
@@ -565,8 +566,11 @@ def test_texts_of_automodels_recipe_for_images_are_packed_as_texts(tmp_path: Pat
         "google/gemma-4-E4B-it",
         dataset=TULU | {"truncate": True, "inject_fake_images": False},
         packed_sequence=packed,
+        freeze_config={"freeze_embeddings": True, "freeze_vision_tower": True},
     )
     assert made.recipe["overlength"] == "truncate"
+    assert any(line.startswith("freeze_embeddings: true") for line in made.remarks)
+    assert any("<image> and <video> in it" in line for line in made.remarks)
     assert not any(each in "\n".join(made.differences) for each in (THOUGHT_ADDED, BLANK_IMAGES))
 
 
@@ -708,7 +712,7 @@ FULL_OF_TUNE = {"decoder_trainable": False, "encoder_trainable": True, "fusion_t
     ("kind", "keys", "rows", "there"),
     [
         ("lora_", LORA_OF_TUNE, "alpaca_cleaned_dataset", STOPS_TOO),
-        ("", FULL_OF_TUNE, "alpaca_cleaned_dataset", DECAYS_ALONE),
+        ("", FULL_OF_TUNE, "alpaca_cleaned_dataset", ROUNDED_AWAY),
         ("", FULL_OF_TUNE | {"fusion_trainable": False}, "alpaca_cleaned_dataset", STOPS_TOO),
         ("", FULL_OF_TUNE | {"decoder_trainable": True}, "alpaca_cleaned_dataset", None),
         ("lora_", LORA_OF_TUNE | {"decoder_trainable": "lora"}, "alpaca_dataset", None),
@@ -728,6 +732,24 @@ def test_texts_that_train_no_part_of_llama_3_2_vision_are_said(
     lines = "".join(convert_file(tmp_path / "theirs.yaml").differences)
     assert ("what is trained reads nothing else" in lines) == bool(there)
     assert there is None or UNREAD.format(there) in lines
+
+
+@pytest.mark.parametrize(("dtype", "there"), [("bf16", ROUNDED_AWAY), ("fp32", DECAYS_ALONE)])
+def test_weight_decay_without_gradients_changes_no_weight_in_bfloat16(
+    dtype: str, there: str, tmp_path: Path
+) -> None:
+    """The embedding's rows for images have gradients of 0 in torchtune where no row has an image."""
+    file = yaml.safe_load(TUNE % "torchtune.datasets.alpaca_cleaned_dataset") | {"dtype": dtype}
+    file["model"] |= FULL_OF_TUNE
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(file))
+    lines = "".join(convert_file(tmp_path / "theirs.yaml").differences)
+    assert UNREAD.format(there) in lines
+    torch.manual_seed(0)
+    weight = torch.randn(8, 64).to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    parameter = torch.nn.Parameter(weight.clone())
+    parameter.grad = torch.zeros_like(weight)
+    torch.optim.AdamW([parameter], lr=2e-5, fused=True).step()  # decays by 0.01, its default
+    assert torch.equal(parameter.data, weight) == (there == ROUNDED_AWAY)
 
 
 @pytest.mark.parametrize(
