@@ -329,8 +329,9 @@ def divergence_chunk_bytes(
 ) -> int:
     """Bytes of a distillation loss over one chunk of logits.
 
-    They are the scores in the compute dtype and, in fp32, the tensors that turn them into logits,
-    both models' log-probabilities, and the tensors of the divergence.
+    They are the scores in the compute dtype, unless a copy in fp32 replaces them, and, in fp32, the
+    tensors that turn them into logits, both models' log-probabilities, and the tensors of the
+    divergence.
 
     Args:
         vocabulary: Logits per token; the larger number if both models are in memory.
@@ -345,8 +346,11 @@ def divergence_chunk_bytes(
     fp32_tensors += 2 if beta == 0 else 3  # divergence and gradient
     if temperature != 1.0:
         fp32_tensors += 1
+    scores = computation.itemsize
+    if logit_copies and scores < FP32:
+        scores = 0  # freed when they are copied to fp32
     chunk = _balance_chunk(tokens, divergence_chunk_tokens(vocabulary, computation.device))
-    return chunk * vocabulary * (computation.itemsize + fp32_tensors * FP32)
+    return chunk * vocabulary * (scores + fp32_tensors * FP32)
 
 
 def _balance_chunk(tokens: int, most_tokens: int) -> int:

@@ -84,7 +84,10 @@ def test_every_family_is_sampled_as_it_computes(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", RECURRENT)
 def test_recurrent_families_are_sampled_as_they_compute_or_refused(family: str) -> None:
-    """By the log-probabilities alone: qwen3_next's of a token at a time are 1e-4 from those of a chunk."""
+    """By the log-probabilities alone: qwen3_next's of a token at a time are 1e-4 from those of a chunk.
+
+    A family that is refused may be computed right by a newer transformers (mamba2 by 5.24).
+    """
     model = tiny(family).eval()
     requests = [Request(tuple(range(8, 8 + length)), (length,)) for length in (3, 9, 14, 22)]
     recurrence, world = RULED[family].recurrence, cast(Any, Alone())
@@ -101,7 +104,7 @@ def test_recurrent_families_are_sampled_as_they_compute_or_refused(family: str) 
         is_close = bool(torch.cat(errors).abs().max() < 5e-4)
     except (AttributeError, ValueError):  # a cache of another kind
         is_close = False
-    assert is_close == recurrence.can_be_sampled
+    assert is_close or not recurrence.can_be_sampled
 
 
 def log_probabilities(
