@@ -242,15 +242,17 @@ BASE_IN_FP32 = (
     "its embedding, its norms and what layers hand on are in float32; here all is in the run's 16 "
     "bits, to which files in another dtype, as Llama 2's under bf16, are rounded"
 )
+BASE_IN_FP32_BEFORE_5 = f"under transformers 4 {BASE_IN_FP32}"
+# from_pretrained of transformers 5 reads None as "auto": TRL passes on a null of the file, and its
+# examples/scripts/orpo.py and cpo.py name no dtype
+LOADED_AS_FILED = (
+    "dtype: under transformers 5 the weights are loaded in the dtype of the model's files there, "
+    "as a rule bfloat16, and trained in it where neither ZeRO nor FSDP under bf16 makes a copy in "
+    "float32; in float32 here"
+)
 TRAINED_AS_FILED = (
     "weights that neither ZeRO nor FSDP under bf16 copies are trained in the dtype of the model's "
     "files there, as a rule bfloat16; in float32 here"
-)
-# examples/scripts/orpo.py and cpo.py of TRL name no dtype
-LOADED_AS_FILED = (
-    "dtype: under transformers 5 the scripts of ORPO and CPO load the weights in the dtype of the "
-    "model's files, as a rule bfloat16, and train them in it where neither ZeRO nor FSDP under "
-    "bf16 makes a copy in float32; in float32 here"
 )
 # the reduce_dtype of Accelerate's FSDP, and DeepSpeed's communication_data_type
 REDUCED_IN_16_BITS = (
@@ -677,15 +679,19 @@ def _report_loaded_dtype(settings: ToolFile, layout: AskedLayout, conversion: Co
     asked_dtype = settings.get("dtype", settings.get("torch_dtype"))
     is_sharded = layout.sharding != "none"
     are_copied = layout.by_deepspeed or (is_sharded and layout.precision != "no")
+    says_null = asked_dtype is None and not {"dtype", "torch_dtype"}.isdisjoint(settings)
     if conversion.recipe.get("use_peft"):
         uses_autocast = layout.precision != "no" and not layout.by_deepspeed
         if asked_dtype in (None, "float32") and uses_autocast:
-            conversion.add_remark("dtype", asked_dtype, BASE_IN_FP32)
+            note = BASE_IN_FP32_BEFORE_5 if says_null else BASE_IN_FP32
+            conversion.add_remark("dtype", asked_dtype, note)
     elif asked_dtype == "auto" and are_copied:
         conversion.add_remark("dtype", "auto", MASTER_WEIGHTS)
     elif asked_dtype == "auto":
         conversion.add_difference("dtype", "auto", TRAINED_AS_FILED)
-    elif asked_dtype is None and conversion.recipe.get("method") in ("orpo", "simpo"):
+    elif says_null or (
+        asked_dtype is None and conversion.recipe.get("method") in ("orpo", "simpo")
+    ):
         conversion.remarks.append(LOADED_AS_FILED)
 
 

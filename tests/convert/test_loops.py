@@ -139,6 +139,7 @@ from finetune.convert.chat_templates import (
 from finetune.convert.conversion import (
     ALL_IN_FP8,
     BASE_IN_FP32,
+    BASE_IN_FP32_BEFORE_5,
     OPTIMIZERS_COPY,
     REDUCED_ALONE,
     REDUCED_IN_16_BITS,
@@ -2183,7 +2184,15 @@ def test_a_base_that_stays_in_float32_is_said(
     keys: dict[str, Any], is_said: bool, convert: Convert
 ) -> None:
     """create_model_from_path of TRL's trainer/utils.py, and its ModelConfig."""
-    assert (BASE_IN_FP32 in said(convert(TRL, **keys))) == is_said
+    text = said(convert(TRL, **keys))
+    assert (BASE_IN_FP32 in text) == is_said
+    assert BASE_IN_FP32_BEFORE_5 not in text
+
+
+def test_a_base_whose_dtype_is_null_stays_in_float32_before_transformers_5(
+    convert: Convert,
+) -> None:
+    assert BASE_IN_FP32_BEFORE_5 in said(convert(TRL, use_peft=True, dtype=None))
 
 
 def test_autocast_leaves_an_embedding_and_norms_in_float32() -> None:

@@ -378,6 +378,9 @@ def test_a_warm_up_that_begins_as_here_has_no_line(convert: Convert, schedule: s
             None,
         ),
         ({"dtype": "auto", "use_peft": True}, None),
+        ({"dtype": None}, LOADED_AS_FILED),
+        ({"torch_dtype": None, "beta": 0.1}, LOADED_AS_FILED),
+        ({"dtype": None, "use_peft": True}, None),
         ({}, None),
     ],
 )
