@@ -203,7 +203,7 @@ def all_wait_for_a_slow_rank(run: Run) -> None:
 
 @scenario
 def old_checkpoints_go_by_step_and_some_stay(run: Run) -> None:
-    saver = run.saver(save_total_limit=2, keep_every_steps=4)
+    saver = run.saver(save_total_limit=2, save_steps=1, keep_every_steps=4)
     for step in (1, 2, 3, 4, 5, 6, 7):
         saver.save(Progress(step=step))
     assert run.steps() == [4, 6, 7]
