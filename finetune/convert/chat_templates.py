@@ -789,7 +789,7 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
 def forget_turns(template: str, conversion: Conversion) -> None:
     """Drops what `compare_turns` says of the rows of an Axolotl file: `template` writes none there.
 
-    It is saved with the tokenizer all the same; how its prompts end is said unless ours is alpaca.
+    It is saved with the tokenizer all the same: how its prompts end is said where ours is its own.
     """
     notes = [
         OTHER_TURNS.get(("Axolotl", template)),
@@ -798,7 +798,7 @@ def forget_turns(template: str, conversion: Conversion) -> None:
         SPACE_TRAINED,
         CALLS_THOUGHT_OF,
     ]
-    if conversion.recipe.get("chat_template") == "alpaca":
+    if conversion.recipe.get("chat_template") != TEMPLATES.get(template):
         notes.append(PROMPT_ENDS.format(OTHER_PROMPTS.get(template)))
     ends = tuple(f"({note})" for note in notes if note)
     for lines in (conversion.differences, conversion.remarks):

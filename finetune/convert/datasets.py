@@ -828,8 +828,12 @@ ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is "
     "read by a chat template"
 )
-# starts of Axolotl's types whose rows no chat template writes; { begins a mapping with formats
-TYPES_WITHOUT_TEMPLATE = ("alpaca", "completion", "pretrain", "{")
+# Starts of Axolotl's types whose rows the file's chat template does not write. { begins a mapping
+# with formats; those types of its prompt_strategies/dpo and kto write turns of their own.
+TYPES_WITHOUT_TEMPLATE = (
+    *("alpaca", "completion", "pretrain", "{"),
+    *("chatml", "llama3", "zephyr", "user_defined"),
+)
 # load_tokenizer of Axolotl's loaders/tokenizer.py: type alpaca changes no chat template
 ALPACA_SAVED = (
     "chat_template: alpaca's, which writes the prompts, is saved with the tokenizer here; there {}"

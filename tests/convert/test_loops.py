@@ -2916,6 +2916,7 @@ def test_the_template_that_axolotl_saves_beside_alpaca_rows_is_listed(
         ("alpaca:phi", False, True),
         ("completion", False, True),
         ({"field_instruction": "a", "field_output": "b", "format": "{instruction}"}, False, True),
+        ("chatml.ultra", False, False),
         ("chat_template", True, True),
     ],
 )
@@ -2923,8 +2924,10 @@ def test_the_template_that_axolotl_saves_beside_alpaca_rows_is_listed(
 def test_of_rows_that_no_template_writes_axolotls_turns_are_not_compared(
     template: str, kind: Any, is_written: bool, names_prompt: bool, convert: Convert
 ) -> None:
-    """alpaca_chat.py's prompts and DATASET_HANDLERS of its utils/data/wrappers.py."""
-    rows = {"datasets": [{"path": "a/rows", "type": kind}]}
+    """DATASET_HANDLERS of its utils/data/wrappers.py, and ultra of prompt_strategies/dpo/chatml.py."""
+    rows: dict[str, Any] = {"datasets": [{"path": "a/rows", "type": kind}]}
+    if kind == "chatml.ultra":
+        rows["rl"] = "dpo"
     text = said(convert(AXOLOTL | rows, chat_template=template))
     assert (OTHER_TURNS["Axolotl", template] in text) == is_written
     assert (OTHER_SPACE.get(template, "?") in text) == (is_written and template in OTHER_SPACE)
