@@ -786,6 +786,25 @@ def compare_turns(key: str, value: str, conversion: Conversion) -> None:
         conversion.add_remark(key, value, SPACE_DOUBLED)
 
 
+def forget_turns(template: str, conversion: Conversion) -> None:
+    """Drops what `compare_turns` says of the rows of an Axolotl file: `template` writes none there.
+
+    It is saved with the tokenizer all the same: how its prompts end is said where ours is its own.
+    """
+    notes = [
+        OTHER_TURNS.get(("Axolotl", template)),
+        OTHER_SPACE.get(template),
+        OTHER_TOOLS.get(template),
+        SPACE_TRAINED,
+        CALLS_THOUGHT_OF,
+    ]
+    if conversion.recipe.get("chat_template") != TEMPLATES.get(template):
+        notes.append(PROMPT_ENDS.format(OTHER_PROMPTS.get(template)))
+    ends = tuple(f"({note})" for note in notes if note)
+    for lines in (conversion.differences, conversion.remarks):
+        lines[:] = [line for line in lines if not line.endswith(ends)]
+
+
 def _compare_tools(key: str, value: str, conversion: Conversion) -> None:
     """Reports what the tool's template `value` writes otherwise for a row with tools."""
     if conversion.tool == "Axolotl" and value in OTHER_TOOLS:

@@ -23,6 +23,7 @@ from finetune.convert.chat_templates import (
     SPACE_KEPT,
     THINKING,
     THINKING_LAST,
+    forget_turns,
 )
 from finetune.convert.counterparts import Tool, ToolFile
 from finetune.convert.entries import (
@@ -830,6 +831,12 @@ ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is "
     "read by a chat template"
 )
+# Starts of Axolotl's types whose rows the file's chat template does not write. { begins a mapping
+# with formats; those types of its prompt_strategies/dpo and kto write turns of their own.
+TYPES_WITHOUT_TEMPLATE = (
+    *("alpaca", "completion", "pretrain", "{"),
+    *("chatml", "llama3", "zephyr", "user_defined"),
+)
 # load_tokenizer of Axolotl's loaders/tokenizer.py: type alpaca changes no chat template
 ALPACA_SAVED = (
     "chat_template: alpaca's, which writes the prompts, is saved with the tokenizer here; there {}"
@@ -964,6 +971,8 @@ def _read_axolotl(
         _report_saved_template(str(settings.get("chat_template") or ""), conversion)
     elif "alpaca" in styles:
         conversion.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
+    if styles and all(style.startswith(TYPES_WITHOUT_TEMPLATE) for style in styles):
+        forget_turns(str(settings.get("chat_template")), conversion)
     return train, held_out
 
 

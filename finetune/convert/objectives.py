@@ -738,7 +738,7 @@ def _report_trainer(method: str, settings: ToolFile, conversion: Conversion) -> 
     """Reports what the tool's trainer for `method` does otherwise."""
     if conversion.tool == "LLaMA-Factory":
         _report_factorys_trainer(method, settings, conversion)
-    elif conversion.recipe.get("rpo_alpha"):
+    elif method == "dpo" and conversion.recipe.get("rpo_alpha"):
         conversion.remarks.append(CHOSEN_BY_MICRO_BATCH)
     if conversion.tool in ("TRL", "Axolotl"):
         _report_trls_trainer(method, settings, conversion)
@@ -789,6 +789,20 @@ def _report_factorys_trainer(method: str, settings: ToolFile, conversion: Conver
         conversion.add_difference("pref_ftx", settings["pref_ftx"], NO_CROSS_ENTROPY)
 
 
+# PackingDataset of ms-swift's dataset/packing.py adds the lengths of a row's two answers, and its
+# trainers take the mean of a micro-batch, whatever that holds. {}: those answers.
+PACKED_BY_SUM = (
+    "a packed row holds max_length tokens there, counting {}; twice as many here: about half the "
+    "steps, each on twice the rows; and a micro-batch's mean counts alike there, however many rows "
+    "it has, each row here"
+)
+# method of ms-swift that packs -> the two answers of a row
+PACKED_ANSWERS = {
+    "dpo": "both answers of a pair",
+    "kto": "a rated answer and the one of its KL term",
+}
+
+
 def _report_swifts_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Sets and reports what ms-swift's trainer for `method` does otherwise."""
     recipe = conversion.recipe
@@ -807,6 +821,8 @@ def _report_swifts_trainer(method: str, settings: ToolFile, conversion: Conversi
             conversion.add_difference("label_smoothing", smoothing, PAIRS_SMOOTHED)
     if method == "orpo":
         conversion.add_remark("rlhf_type", "orpo", NOTES["MEAN_OF_MICRO_BATCHES"])
+    if recipe.get("packing") and method in PACKED_ANSWERS:
+        conversion.add_difference("packing", True, PACKED_BY_SUM.format(PACKED_ANSWERS[method]))
 
 
 def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:

@@ -134,7 +134,12 @@ from finetune.convert.chat_templates import (
     EARLIER_ENDS,
     EARLIER_THOUGHTS,
     OTHER_ENDS,
+    OTHER_PROMPTS,
+    OTHER_SPACE,
+    OTHER_TOOLS,
+    OTHER_TURNS,
     OWN_THOUGHT,
+    PROMPT_ENDS,
 )
 from finetune.convert.conversion import (
     ALL_IN_FP8,
@@ -2911,6 +2916,33 @@ def test_the_template_that_axolotl_saves_beside_alpaca_rows_is_listed(
     assert listed.endswith(f"there {saved}")
     assert line not in said(convert(AXOLOTL, **keys))
     assert line not in said(convert(AXOLOTL, datasets=rows, chat_template="alpaca"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_written", "names_prompt"),
+    [
+        ("alpaca", False, False),
+        ("alpaca:phi", False, True),
+        ("completion", False, True),
+        ({"field_instruction": "a", "field_output": "b", "format": "{instruction}"}, False, True),
+        ("chatml.ultra", False, False),
+        ("chat_template", True, True),
+    ],
+)
+@pytest.mark.parametrize("template", ["phi_3", "qwen3_5", "mistral_v7_tekken", "mistral_v2v3"])
+def test_of_rows_that_no_template_writes_axolotls_turns_are_not_compared(
+    template: str, kind: Any, is_written: bool, names_prompt: bool, convert: Convert
+) -> None:
+    """DATASET_HANDLERS of its utils/data/wrappers.py, and ultra of prompt_strategies/dpo/chatml.py."""
+    rows: dict[str, Any] = {"datasets": [{"path": "a/rows", "type": kind}]}
+    if kind == "chatml.ultra":
+        rows["rl"] = "dpo"
+    text = said(convert(AXOLOTL | rows, chat_template=template))
+    assert (OTHER_TURNS["Axolotl", template] in text) == is_written
+    assert (OTHER_SPACE.get(template, "?") in text) == (is_written and template in OTHER_SPACE)
+    assert (OTHER_TOOLS.get(template, "?") in text) == (is_written and template in OTHER_TOOLS)
+    prompt = PROMPT_ENDS.format(OTHER_PROMPTS.get(template))
+    assert (prompt in text) == (names_prompt and template in OTHER_PROMPTS)
 
 
 def test_masked_diffusion_has_no_line_of_a_mean_over_a_ranks_labels(convert: Convert) -> None:

@@ -14,7 +14,7 @@ from finetune.convert.by_tool import ROWS_BY_LENGTH
 from finetune.convert.chat_templates import EMPTY_SYSTEM, SAVED_TEMPLATE, SPACE_DOUBLED
 from finetune.convert.conversion import convert_file, read_back
 from finetune.convert.datasets import OF_LLAMA3
-from finetune.convert.objectives import ALWAYS_SIGMOID, ANSWERS_OF_PROMPTS, CPO_SIMPO
+from finetune.convert.objectives import ALWAYS_SIGMOID, ANSWERS_OF_PROMPTS, CPO_SIMPO, PACKED_BY_SUM
 from finetune.convert.recognize import Refusal
 from finetune.convert.shared import IN_ORDER
 from finetune.convert.swift import SWIFT_TURNS
@@ -89,7 +89,7 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
     ("text", "expected", "differs"),
     [
         ("rlhf_type: dpo\nbeta: 0.2\nloss_type: [sigmoid, sft]\nloss_weights: [1, 0.5]\n", {"method": "dpo", "beta": 0.2, "rpo_alpha": 0.5}, ""),
-        ("rlhf_type: dpo\npacking: true\n", {"method": "dpo"}, ""),
+        ("rlhf_type: dpo\npacking: true\n", {"method": "dpo"}, PACKED_BY_SUM.format("both answers of a pair")),
         ("rlhf_type: orpo\nloss_scale: last_round\n", {"method": "orpo"}, ""),
         ("rlhf_type: orpo\n", {"method": "orpo"}, ANSWERS_OF_PROMPTS),
         ("rlhf_type: simpo\ncpo_alpha: 0\n", {"method": "simpo", "beta": 2.0, "simpo_gamma": 1.0}, ""),

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,6 +22,7 @@ from finetune.convert.defaults import MODELS_LIMIT_NOTE, UNLIMITED_NOTE
 from finetune.convert.factory_v1 import DIVIDED_AGAIN, DRAWN_AGAIN, V1_ROWS
 from finetune.convert.image_models import TOWER_ADAPTED, TRAINED_TOWER
 from finetune.convert.numbers import ROUNDED_MORE_OFTEN, UNTRAINED_BY_CUT
+from finetune.convert.objectives import CHOSEN_BY_MICRO_BATCH, PACKED_ANSWERS, PACKED_BY_SUM
 from finetune.convert.runnable import EMBEDDING_ADAPTED, NO_LAYER
 from finetune.convert.shared import EXPERTS_UNDER_4, ROTATION_ROUNDED
 from finetune.convert.swift import (
@@ -50,6 +52,7 @@ from finetune.convert.swift import (
     TRAINED_THOUGHTS,
 )
 from finetune.data.formats import Conversation, parse_row
+from finetune.data.packing import BatchConfig, arrange_epoch
 from finetune.errors import UserError
 from tests.convert.conftest import Convert, said
 
@@ -260,6 +263,21 @@ def test_of_several_processes_of_ms_swift_each_packs_its_share_of_the_rows(
     shares = ", of each of 4 shares by itself (packing_num_proc),"
     made = convert(SWIFT, packing=True, packing_num_proc=4)
     assert PACKED_AT_ONCE.format("a thousand", shares) in made.remarks
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_ms_swift_counts_both_answers_of_a_row_in_a_packed_one(kind: str, convert: Convert) -> None:
+    """sum(length) in create_packed_idx of its PackingDataset: each of these pairs fills a row."""
+    pairs_of_512_tokens = np.full(2 * 4, 256, np.int32)
+    config = BatchConfig(seed=0, packing=True, max_length=512, global_batch_size=1)
+    assert len(arrange_epoch(pairs_of_512_tokens, config, 2, 0)) == 2
+    note = PACKED_BY_SUM.format(PACKED_ANSWERS[kind])
+    pairs = {"rlhf_type": kind, "rpo_alpha": 0.1}
+    packed = convert(SWIFT, packing=True, **pairs)
+    assert f"packing: true   ({note})" in packed.differences
+    assert packed.recipe["packing"] and note not in said(convert(SWIFT, packing="no", **pairs))
+    of_micro_batches = [line for line in packed.remarks if line.startswith("rpo_alpha")]
+    assert of_micro_batches == ([CHOSEN_BY_MICRO_BATCH] if kind == "dpo" else [])
 
 
 def test_ms_swifts_limit_of_length_is_the_models(convert: Convert) -> None:
