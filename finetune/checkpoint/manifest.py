@@ -121,7 +121,7 @@ def _refuse_malformed_manifest(content: Mapping[str, Any]) -> None:
         path = PurePosixPath(file)
         is_inside = path.parts and ".." not in path.parts and not path.is_absolute()
         if not (is_inside and file.isprintable()):
-            raise ValueError(f"{MANIFEST} names a file outside the checkpoint: {file!a}")
+            raise ValueError(f"{MANIFEST} names a file outside the checkpoint: {file[:60]!a}")
 
 
 def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: type[BaseModel]) -> None:
@@ -133,7 +133,7 @@ def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: type[BaseM
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{name} is damaged: {key}: {first['msg']}") from None
+        raise ValueError(f"{name} is damaged: {key[:60]}: {first['msg']}") from None
 
 
 Count = Annotated[int, Field(ge=0)]

@@ -400,7 +400,8 @@ def make_batches(
         UserError: A row without an image holds an image token as typed text.
     """
     lengths = examples.lengths
-    if examples.is_rated:  # rows are filled by rated answers: mismatched ones have no backward
+    if examples.is_rated and config.packing:
+        # Rows are filled by rated answers: mismatched ones have no backward.
         lengths = lengths[:: examples.group_size].repeat(examples.group_size)
     arrange = partial(arrange_epoch, lengths, config, examples.group_size)
     rows = lru_cache(maxsize=2)(arrange)

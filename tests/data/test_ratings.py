@@ -13,7 +13,7 @@ from finetune.config.schema import RENDERINGS, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Completion, Conversation
 from finetune.data.messages import BadRow
-from finetune.data.packing import StoredBatches
+from finetune.data.packing import StoredBatches, arrange_epoch
 from finetune.data.preferences import find_mismatched, join_answer, parse_ratings
 from finetune.data.prepare import PreparedData
 from finetune.errors import UserError
@@ -280,6 +280,18 @@ def test_a_packed_row_is_filled_by_rated_answers(prepare: Prepare, tmp_path: Pat
     assert max(each.input_ids.numel() for each in micro_batches) <= 128
     assert sum(len(each.example_ids) for each in micro_batches) == 40
     assert len(micro_batches) < 20
+
+
+def test_unpacked_rows_of_similar_length_share_a_step_with_their_mismatched_answers(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    """Both are padded, so the length of both counts."""
+    rows = [chat(f"Q{i}", "long " * (i % 7) + "A") | {"label": True} for i in range(40)]
+    sources = [{"path": str(write_lines(tmp_path / "a.jsonl", rows))}]
+    train = prepare(sources, method="kto", packing=False, max_length=128).train
+    assert isinstance(train, StoredBatches)
+    arranged = arrange_epoch(train.examples.lengths, train.config, 2, epoch=0)
+    assert train.epoch_rows(0).ids.tolist() == arranged.ids.tolist()
 
 
 def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
