@@ -401,8 +401,9 @@ def make_batches(
     """
     lengths = examples.lengths
     if examples.is_rated and config.packing:
-        # Rows are filled by rated answers: mismatched ones have no backward.
-        lengths = lengths[:: examples.group_size].repeat(examples.group_size)
+        # An answer counts with the longer length of both: in a packed row neither the rated answers
+        # nor the mismatched ones, which have a forward of their own, are over max_length.
+        lengths = lengths.reshape(-1, examples.group_size).max(1).repeat(examples.group_size)
     arrange = partial(arrange_epoch, lengths, config, examples.group_size)
     rows = lru_cache(maxsize=2)(arrange)
     pad = getattr(tokenizer, "pad_token_id", None) or 0

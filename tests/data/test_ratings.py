@@ -266,8 +266,10 @@ def test_a_rated_answer_is_as_long_as_itself_not_as_its_mismatched_one(
         prepare(sources, method="kto", overlength="error")
 
 
-def test_a_packed_row_is_filled_by_rated_answers(prepare: Prepare, tmp_path: Path) -> None:
-    """Their mismatched answers have other lengths, and no backward that would need memory."""
+def test_neither_rated_nor_mismatched_answers_overfill_a_packed_row(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    """They have other lengths, and a forward each."""
     rows = [chat(f"Q{i}", "long " * 3 * (i % 2) + "A") | {"label": True} for i in range(40)]
     sources = [{"path": str(write_lines(tmp_path / "a.jsonl", rows))}]
     data = prepare(sources, method="kto", packing=True, max_length=128)
@@ -278,6 +280,8 @@ def test_a_packed_row_is_filled_by_rated_answers(prepare: Prepare, tmp_path: Pat
         for micro_batch in step.micro_batches
     ]
     assert max(each.input_ids.numel() for each in micro_batches) <= 128
+    mismatched = [each.mismatched for each in micro_batches if each.mismatched is not None]
+    assert max(each.input_ids.numel() for each in mismatched) <= 128
     assert sum(len(each.example_ids) for each in micro_batches) == 40
     assert len(micro_batches) < 20
 
