@@ -119,6 +119,13 @@ class Line:
     # an entry in the legend)
     style: str = "line"
 
+    @property
+    def drawn_style(self) -> str:
+        """The style, but dots for a line of a single point, which could not be seen."""
+        if self.style == "line" and len(self.points) == 1:
+            return "dots"
+        return self.style
+
 
 Label = tuple[
     str, float
@@ -412,11 +419,11 @@ def _draw_line(
     `across` and `down` map a step and a value to a place from 0 to 1, from the left and the top.
     """
     places = [(across(step), down(value)) for step, value in line.points]
-    if line.style == "dots":  # a stroke of length 0 with round ends stays a dot when stretched
+    if line.drawn_style == "dots":  # a stroke of length 0 with round ends stays a dot when stretched
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y in places)
     else:
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y in places)
-    drawn = DrawnLine(line.label, line.run, path, line.style)
+    drawn = DrawnLine(line.label, line.run, path, line.drawn_style)
     if line.style != "faint":
         for (x, y), (step, value) in zip(places, line.points, strict=True):
             drawn.points.append((round(100 * x, 2), round(100 * y, 2), format_compact(value)))
@@ -435,7 +442,7 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
         steps, losses = zip(*line.points, strict=True)
         label = None if line.style == "faint" else line.label
         color = COLORS[line.run % len(COLORS)]
-        axes.plot(steps, losses, color=color, label=label, **PNG_STYLES[line.style])
+        axes.plot(steps, losses, color=color, label=label, **PNG_STYLES[line.drawn_style])
     axes.set(xlabel="step", ylabel=f"loss ({_loss_unit(runs)})")
     if lines:
         axes.legend(frameon=False)

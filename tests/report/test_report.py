@@ -266,7 +266,9 @@ def test_a_run_in_progress_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
         '{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo'
     )
     assert _report(str(run))[0] == 0
-    assert "2.5000" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "2.5000" in page
+    assert '<path class="dots run-0"' in page  # a line of one point would not be seen
     metrics = (run / "metrics.jsonl").read_bytes()
     for other in ("metrics.jsonl", "loss.PNG"):
         code, _, errors = _report(str(run), "--output", str(run / other))
