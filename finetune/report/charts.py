@@ -419,7 +419,8 @@ def _draw_line(
     `across` and `down` map a step and a value to a place from 0 to 1, from the left and the top.
     """
     places = [(across(step), down(value)) for step, value in line.points]
-    if line.drawn_style == "dots":  # a stroke of length 0 with round ends stays a dot when stretched
+    if line.drawn_style == "dots":
+        # A stroke of length 0 with round ends stays a dot when it is stretched.
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y in places)
     else:
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y in places)
