@@ -814,25 +814,28 @@ def _report_swifts_trainer(method: str, settings: ToolFile, conversion: Conversi
     if method == "simpo":
         recipe.setdefault("beta", 2.0 if find_swifts_kind(settings) == "simpo" else 0.1)
         recipe.setdefault("simpo_gamma", 1.0)
-        if settings.get("cpo_alpha", 1.0) != 0:
-            conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
-        if settings.get("label_smoothing"):
-            smoothing = settings["label_smoothing"]
-            conversion.add_difference("label_smoothing", smoothing, PAIRS_SMOOTHED)
+        _report_simpo(settings, conversion)
     if method == "orpo":
         conversion.add_remark("rlhf_type", "orpo", NOTES["MEAN_OF_MICRO_BATCHES"])
     if recipe.get("packing") and method in PACKED_ANSWERS:
         conversion.add_difference("packing", True, PACKED_BY_SUM.format(PACKED_ANSWERS[method]))
 
 
+def _report_simpo(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports what TRL's CPOTrainer, which ms-swift and Axolotl use too, adds to SimPO's loss."""
+    alpha = settings.get("cpo_alpha", 1.0)
+    if alpha != 0:
+        conversion.add_difference("cpo_alpha", alpha, CPO_SIMPO)
+    smoothing = settings.get("label_smoothing")
+    if smoothing and conversion.tool != "Axolotl":  # which has no such key
+        conversion.add_difference("label_smoothing", smoothing, PAIRS_SMOOTHED)
+
+
 def _report_trls_trainer(method: str, settings: ToolFile, conversion: Conversion) -> None:
     """Reports what TRL's trainer for `method`, which Axolotl uses too, does otherwise."""
     is_axolotl = conversion.tool == "Axolotl"
-    if method == "simpo" and settings.get("cpo_alpha", 1.0) != 0:
-        conversion.add_difference("cpo_alpha", settings.get("cpo_alpha", 1.0), CPO_SIMPO)
-    if method == "simpo" and not is_axolotl and settings.get("label_smoothing"):
-        smoothing = settings["label_smoothing"]
-        conversion.add_difference("label_smoothing", smoothing, PAIRS_SMOOTHED)
+    if method == "simpo":
+        _report_simpo(settings, conversion)
     if method == "orpo":
         conversion.add_difference("rl" if is_axolotl else "method", "orpo", WHOLE_ROW)
     smoothing = "dpo_label_smoothing" if is_axolotl else "label_smoothing"
