@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import socket
+import sqlite3
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
@@ -78,6 +79,9 @@ class Border:
             return _make_error(401, str(error))
         except REFUSED as error:
             sentence = f"the server's ledger cannot be written ({error}); try again later"
+            return _make_error(503, sentence, "server")
+        except sqlite3.ProgrammingError:  # the ledger is closed
+            sentence = "the server is stopping; start it and send the request again"
             return _make_error(503, sentence, "server")
         return answer
 

@@ -126,3 +126,12 @@ def test_a_result_is_waited_for_and_is_a_protocol_buffer(
             output = wire._classes()["ForwardBackwardOutput"].FromString(answer.read())
         assert output.metrics["loss:sum"] > 0
         assert threading.active_count() < before + 60
+
+
+def test_a_server_that_stops_asks_for_the_request_again(service: Service) -> None:
+    """The last test: it closes the ledger of the others."""
+    with listening(service) as url:
+        service.ledger.close()  # while HTTP is still answered, as `_lead` does
+        code, answer = call(f"{url}create_session", {})
+        assert code == 503 and answer["category"] == "server"
+        assert "send the request again" in answer["error"]
