@@ -211,10 +211,10 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
 def _say_early_stop(run: TrainingRun, progress: Progress) -> None:
     """Logs that early stopping ends the run, and which step was the best."""
-    run.log.say(
-        f"step {progress.step}: stopped early; the held-out loss was lowest at step "
-        f"{progress.best_step}"
-    )
+    lowest = f"the held-out loss was lowest at step {progress.best_step}"
+    if progress.best_step is None:
+        lowest = "no held-out loss was a number"
+    run.log.say(f"step {progress.step}: stopped early; {lowest}")
 
 
 def _make_update_in_backward(run: TrainingRun) -> UpdateInBackward | None:

@@ -26,7 +26,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models import attention_kernels
 from finetune.run import fine_tune
-from finetune.training import lifecycle
+from finetune.training import lifecycle, loop
 from finetune.training.screens import _describe_attention, explain_out_of_memory, last_screen
 from finetune.training.training_run import describe_environment
 from tests.plan.run_specs import make_spec
@@ -61,6 +61,20 @@ def test_a_model_that_became_worse_on_held_out_rows_is_said_to(
         "held-out rows the model is worse than before; lower learning_rate, or train on rows that are more like them"
     )
     assert said == [expected] * warns
+
+
+@pytest.mark.parametrize(
+    ("best", "said"),
+    [
+        (2, "step 3: stopped early; the held-out loss was lowest at step 2"),
+        (None, "step 3: stopped early; no held-out loss was a number"),
+    ],
+)
+def test_an_early_stop_names_the_best_step_if_there_is_one(best: int | None, said: str) -> None:
+    lines: list[str] = []
+    run: Any = SimpleNamespace(log=SimpleNamespace(say=lines.append))
+    loop._say_early_stop(run, Progress(step=3, best_step=best))
+    assert lines == [said]
 
 
 def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
