@@ -181,9 +181,11 @@ def _read_trainers_file(tool: Tool, settings: ToolFile, text: str) -> AskedLayou
         sharding = "offload" if "offload" in launched_file else "full"
     precision = _find_precision(tool, settings)
     fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
-    # on by default, but for Axolotl
-    checkpoints = settings.get("gradient_checkpointing", tool != "Axolotl") or fsdp_config.get(
-        "activation_checkpointing"
+    # on by default, but for Axolotl; LLaMA-Factory reads `disable_gradient_checkpointing` instead
+    checkpoints = (
+        tool == "LLaMA-Factory"
+        or settings.get("gradient_checkpointing", tool != "Axolotl")
+        or fsdp_config.get("activation_checkpointing")
     )
     by_deepspeed = bool(settings.get("deepspeed"))
     is_plain = sharding == "none" and not by_deepspeed

@@ -450,3 +450,13 @@ def test_null_of_torchtune_is_false_or_nothing(convert: Convert) -> None:
     assert whole.recipe["assistant_only_loss"] is False
     answers = convert(TUNE, dataset={**rows, "train_on_input": None})
     assert answers.recipe.get("assistant_only_loss") is not False
+
+
+@pytest.mark.parametrize("keys", [{}, {"gradient_checkpointing": False}])
+def test_llama_factory_checkpoints_unless_its_own_key_disables_it(keys: dict[str, Any]) -> None:
+    """Source: prepare_model_for_training in its model_utils/checkpointing.py, which reads
+    disable_gradient_checkpointing alone.
+    """
+    disabled = keys | {"disable_gradient_checkpointing": True}
+    assert read_layout("LLaMA-Factory", FACTORY | keys, "").checkpointing
+    assert not read_layout("LLaMA-Factory", FACTORY | disabled, "").checkpointing
