@@ -36,6 +36,13 @@ RATES_AHEAD = (
 BOTH_WARMUPS = (
     "warmup_steps beside it decides here, and under transformers 4 there; under 5 the share does"
 )
+# compute_loss of ms-swift's trainers/seq2seq_trainer.py, LabelSmoother of transformers up to 5.12
+# (LLaMA-Factory takes up to 5.8), and training_step of its Trainer
+SMOOTHED_MEANS = (
+    "the sum of the micro-batches' means over their labels there, before clipping: about "
+    "gradient_accumulation_steps times the processes as much; here the mean over the labels of the "
+    "whole step"
+)
 # Here data/examples.py cuts the labels of the whole document: the last one is the next token.
 LABEL_BEHIND_CUT = (
     "max_length: the last token of a row that is cut has the next one of the row as its label "
@@ -220,8 +227,13 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     starts_at_zero = conversion.tool != "Automodel" or _starts_at_zero(settings)
     if warmup and not has_line and starts_at_zero and not warms_as_here:
         conversion.remarks.append(WARMED_EARLIER)
-    if steps and settings.get("warmup_ratio") and conversion.tool in ("TRL", "LLaMA-Factory"):
-        conversion.add_remark("warmup_ratio", settings["warmup_ratio"], BOTH_WARMUPS)
+    written_share = settings.get("warmup_ratio")
+    if steps and written_share is not None and conversion.tool in ("TRL", "LLaMA-Factory"):
+        conversion.add_remark("warmup_ratio", written_share, BOTH_WARMUPS)
+    smoothing = settings.get("label_smoothing_factor")
+    sums_means = conversion.tool in ("LLaMA-Factory", "ms-swift")
+    if smoothing and sums_means and rows == "answers" and recipe.get("label_smoothing"):
+        conversion.add_difference("label_smoothing_factor", smoothing, SMOOTHED_MEANS)
     # Under masked diffusion no label is the token after a cut. Megatron's rows have one more token,
     # which is that label.
     is_cut = (

@@ -501,12 +501,6 @@ def _adapt_optimizer(settings: ToolFile, conversion: Conversion) -> None:
 
 # get_quantization_config of arguments/base_args/quant_args.py
 WITHOUT_METHOD = "no quantization there without quant_method: bnb"
-# compute_loss of trainers/seq2seq_trainer.py, and training_step of transformers' Trainer
-SMOOTHED_MEANS = (
-    "the sum of the micro-batches' means over their labels there, before clipping: about "
-    "gradient_accumulation_steps times the processes as much; here the mean over the labels of the "
-    "whole step"
-)
 # names that stand for modules of a kind: get_target_modules and get_modules_to_save of
 # pipelines/train/tuner.py, and of megatron/utils/utils.py
 KINDS_OF_MODULES = ("all-embedding", "all-norm", "all-router")
@@ -524,9 +518,6 @@ def _adapt_swifts_values(settings: ToolFile, conversion: Conversion) -> None:
         for key in LOAD_KEYS:
             recipe.pop(key, None)
         conversion.add_remark("quant_bits", settings["quant_bits"], WITHOUT_METHOD)
-    if recipe.get("label_smoothing"):
-        share = recipe["label_smoothing"]
-        conversion.add_difference("label_smoothing_factor", share, SMOOTHED_MEANS)
     for key in ("target_modules", "modules_to_save"):
         names = convert_names(settings.get(key)) or []
         kinds = [name for name in names if name in KINDS_OF_MODULES]

@@ -17,7 +17,8 @@ from finetune.convert.datasets import (
     UNTAGGED,
 )
 from finetune.convert.factory import PARSED_TEMPLATE
-from finetune.convert.swift import NO_SYSTEM, SMOOTHED_MEANS
+from finetune.convert.numbers import SMOOTHED_MEANS
+from finetune.convert.swift import NO_SYSTEM
 from tests.convert.conftest import Convert, said
 
 FACTORY = {"model_name_or_path": "org/model", "stage": "sft", "dataset": "a", "template": "llama3"}
@@ -144,7 +145,13 @@ def test_an_empty_system_message_of_ms_swifts_is_none(convert: Convert) -> None:
     assert NO_SYSTEM not in said(convert(SWIFT, dataset=["a.jsonl"]))
 
 
-def test_smoothed_losses_of_ms_swift_are_summed_over_micro_batches(convert: Convert) -> None:
-    """Its Seq2SeqTrainer multiplies a mean by the processes, and Trainer divides by no accumulation."""
+def test_smoothed_losses_are_summed_over_micro_batches(convert: Convert) -> None:
+    """ms-swift's Seq2SeqTrainer, and Trainer of transformers up to 5.12, which LLaMA-Factory uses: with
+    2 micro-batches a step its 0.9.5 logged twice our loss, and twice our gradient norm.
+    """
     found = convert(SWIFT, dataset=["a.jsonl"], label_smoothing_factor=0.1)
     assert any(SMOOTHED_MEANS in line for line in found.differences)
+    smoothed = {"label_smoothing_factor": 0.1}
+    for keys, is_said in (({}, True), ({"use_dft_loss": True}, False), ({"stage": "dpo"}, False)):
+        found = convert(FACTORY, **smoothed, **keys)
+        assert any(SMOOTHED_MEANS in line for line in found.differences) == is_said

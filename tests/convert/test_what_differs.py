@@ -1203,6 +1203,7 @@ def test_null_is_no_clipping_but_for_axolotl(convert: Convert) -> None:
 def test_two_warm_ups_are_said(convert: Convert) -> None:
     both = {"warmup_steps": 10, "warmup_ratio": 0.1}
     assert BOTH_WARMUPS in said(convert(TEXT, **both))
+    assert BOTH_WARMUPS in said(convert(TEXT, warmup_steps=10, warmup_ratio=0.0))
     assert BOTH_WARMUPS not in said(convert(TEXT, warmup_steps=10))
 
 
