@@ -69,8 +69,8 @@ from finetune.convert.value_conversion import (
     LEAVE,
     Conversion,
     convert_value,
-    read_section,
     read_trackers,
+    read_value,
 )
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
@@ -697,7 +697,7 @@ def _report_loaded_dtype(settings: ToolFile, layout: AskedLayout, conversion: Co
 
 def _report_fp8_layers(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
     """Reports the layers that are multiplied in FP8 there and in 16 bits here."""
-    filters = read_section(settings, "fp8").get("filter_fqns") or []
+    filters = read_value(settings, "fp8.filter_fqns") or []
     has_head = conversion.tool == "Automodel" and "lm_head" not in filters
     if has_head:
         layers = "first linear layer and the output head are"

@@ -117,9 +117,19 @@ def find_method_facts(recipe: Mapping[str, Any]) -> MethodFacts:
 
 
 def read_section(settings: ToolFile, key: str) -> dict[str, Any]:
-    """Returns the mapping under `key`; an empty one if there is none."""
-    section = settings.get(key)
+    """Returns the mapping under a key, dotted where it is nested; an empty one if there is none."""
+    section = read_value(settings, key)
     return section if isinstance(section, dict) else {}
+
+
+def read_value(settings: ToolFile, key: str, default: Any = None) -> Any:
+    """Returns the value under a key, dotted where it is nested; `default` if there is none."""
+    value: Any = settings
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
 
 
 def convert_names(value: Any) -> list[str] | None:
