@@ -887,13 +887,8 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
     if schedule.get("lr_warmup_steps") != 0 and schedule.get("init_lr") is None:
         conversion.remarks.append(WARMUP_FROM_A_TENTH)
     _adapt_decay(schedule, conversion)
-    lowest = convert_number(schedule.get("min_lr"))
-    rate = recipe["learning_rate"]
-    if isinstance(lowest, float | int) and isinstance(rate, float) and rate:
-        # computed here, where the learning rate is known wherever it stands in the file
-        recipe["min_lr_ratio"] = round(min(1.0, lowest / rate), 9)
-    else:
-        recipe.setdefault("min_lr_ratio", 0.01)
+    if schedule.get("min_lr") is None:
+        recipe["min_lr_ratio"] = 0.01
 
 
 NO_TRUNCATION = (None, False, "do_not_truncate")  # values of dataset.truncation
