@@ -48,7 +48,7 @@ class Counterpart:
     usual: tuple[str, ...] = ()  # in JSON: values that ask for what is done here anyway
 
 
-def _read_table(name: str) -> Iterator[dict[str, str]]:
+def read_table(name: str) -> Iterator[dict[str, str]]:
     """Yields the rows of a CSV file beside this one, by column name."""
     with (FOLDER / name).open(encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file)
@@ -58,7 +58,7 @@ def _read_table(name: str) -> Iterator[dict[str, str]]:
 NOTES: Mapping[str, str] = {
     "PRECISION": PRECISION,
     "TRUNCATED": TRUNCATED,
-    **{row["name"]: row["note"] for row in _read_table("notes.csv")},
+    **{row["name"]: row["note"] for row in read_table("notes.csv")},
 }
 
 
@@ -70,7 +70,7 @@ def list_counterparts(tool: str, table: str = KEYS) -> tuple[Counterpart, ...]:
     'per_device_train_batch_size'
     """
     return tuple(
-        _make_counterpart(row) for row in _read_table(table) if tool in row["tools"].split()
+        _make_counterpart(row) for row in read_table(table) if tool in row["tools"].split()
     )
 
 
