@@ -7,13 +7,13 @@ The paths in the comments are those of Automodel's source.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.facts import read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.asked_layout import trains_copy
-from finetune.convert.counterparts import ToolFile
+from finetune.convert.counterparts import NOTES, ToolFile, read_table
 from finetune.convert.defaults import DEFAULTS, set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.image_models import UNKNOWN_IMAGES, reads_images, runs_for_images
@@ -111,13 +111,6 @@ OWN_DENSE_FAMILIES = ("llama", "qwen2", "qwen3")  # their inner model gets a for
 # get_wd of OptimizerParamScheduler
 CHANGING_DECAY = "the weight decay goes from {} to {} there; weight_decay stays the same here"
 NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
-# families whose own class has update_moe_gate_bias, with a gate_bias_update_factor
-FAMILIES_MOVING_BIASES = ("deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa")
-MOVED_BIASES = (
-    "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
-    "here"
-)
-
 # families whose own class has layers that predict later tokens: mtp_config, by
 # _resolve_mtp_num_layers and MTPConfig
 FAMILIES_PREDICTING_AHEAD = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
@@ -127,21 +120,6 @@ LATER_TOKENS_PREDICTED = (
 )
 # keys of the model's config for the number of these layers (_resolve_mtp_num_layers)
 KEYS_OF_LAYERS_AHEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# families whose own class keeps the parameters of _fp32_params in float32
-FAMILIES_WITH_FP32_RATES = (
-    "kimi_linear",
-    "nemotron_h",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "qwen4_exp_text",
-)
-RATES_IN_FP32 = (
-    "A_log, dt_bias and, where there is one, D of the recurrent layers stay in float32 there, and "
-    "are in the run's 16 bits here"
-)
-
-
 # models whose config ties the output head to the embedding
 TIED_MODEL = re.compile(
     r"gemma|llama-?3\.2-[13]b|qwen-?2(\.5)?-(0\.5|1\.5|3)b|qwen-?3-(0\.6|1\.7|4)b|smollm"
@@ -424,47 +402,8 @@ GATE_IN_FP32 = re.compile(
     r"F\.linear\(hidden_states\.(type\(torch\.float32\)|float\(\)), "
     r"self\.weight\.(type\(torch\.float32\)|float\(\))\)"
 )
-# the indexers of models/glm_moe_dsa and models/deepseek_v32, and those of transformers
-INDEXED_OTHERWISE = (
-    "a document of more tokens than the config's index_topk (2048) attends to other ones there, "
-    "in 0.7 where the config does not say indexer_rope_interleave: true: the indexer rotates "
-    "halves of a query there, neighboring pairs here"
-)
-INDEXED_OTHERWISE_IN_06 = (
-    "a document of more tokens than the config's index_topk (2048) attends to other ones in 0.6 "
-    "there: the indexer rotates neighboring pairs of a query's last numbers; halves of its first "
-    "ones since, as here"
-)
-MOVED_BIASES_IN_06 = (
-    "each step moves the routers' biases by 0.001 toward an even load in 0.6 there; they stay as "
-    "they are since, as here"
-)
-# config.sliding_window and inv_freq of models/mimo_v2_flash
-MIMO_IN_06 = (
-    "in 0.6 there a token attends to one fewer before it in the layers with a sliding window (127 "
-    "and itself), and frequencies of positions are rounded to bfloat16; since as here"
-)
-# q_a_layernorm and kv_a_layernorm of MLA, which had the config's rms_norm_eps or a default
-LATENTS_IN_06 = (
-    "the norms of the attention's latents have an eps of 1e-5 in 0.6 there; of 1e-6 since, as here"
-)
-LATENTS = "the norms of the attention's latents have an eps of 1e-5 there, of 1e-6 here"
 # a model of the family deepseek_v3 whose config has an rms_norm_eps of 1e-5
 OF_LARGER_EPS = re.compile("moonlight", re.IGNORECASE)
-# What own classes did otherwise in 0.6 alone, by family.
-CLASS_NOTES_IN_06 = {
-    "deepseek_v32": INDEXED_OTHERWISE_IN_06,
-    "glm4_moe_lite": LATENTS_IN_06,
-    "glm_moe_dsa": LATENTS_IN_06,
-    "mistral4": MOVED_BIASES_IN_06,
-    "mimo_v2_flash": MIMO_IN_06,
-}
-# router_weight_uses_score_correction_bias of models/kimi_linear, as in the model's own code
-FAMILIES_WEIGHTING_WITH_BIAS = ("kimi_linear",)
-WEIGHTS_WITH_BIAS = (
-    "the weights of a token's experts have the routers' biases in them there; here these choose "
-    "the experts, and the weights are without them"
-)
 # the lines by which a class of transformers keeps the routers' biases in float32
 KEEPS_BIASES = re.compile(r"_keep_in_fp32_modules_strict = \[[^\]]*e_score_correction_bias")
 # Families whose own class has the routers' biases in float32: e_score_correction_bias of Gate.
@@ -486,27 +425,13 @@ SEES_LATER = (
     "here to those before it alone"
 )
 WITHOUT_ENGINE = ", the default without Transformer Engine,"
-# attention_sink_bias of models/mimo_v2_flash is no parameter
-SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
 # from_hf and to_hf of models/gemma4_moe/state_dict_adapter.py
 SCALES_FOLDED = (
     "an expert's per_expert_scale is multiplied into its down_proj there, which is trained as one "
     "weight, and is 1 in the export; here it is a weight beside it, trained too"
 )
-# time_step_limit of models/nemotron_v3, and of transformers' class
-STEPS_UNCLAMPED = (
-    "the steps of the recurrent layers keep to the config's time_step_limit there, which as a rule "
-    "bounds none; here none is below its time_step_min"
-)
-# What own classes do otherwise: families -> note.
-CLASS_NOTES: Sequence[tuple[tuple[str, ...], str]] = (
-    (FAMILIES_MOVING_BIASES, MOVED_BIASES),
-    (FAMILIES_WEIGHTING_WITH_BIAS, WEIGHTS_WITH_BIAS),
-    (("mimo_v2_flash",), SINKS_FROZEN),
-    (("nemotron_h",), STEPS_UNCLAMPED),
-    (("glm_moe_dsa",), INDEXED_OTHERWISE),
-    (("deepseek_v32",), LATENTS),
-)
+# what own classes do otherwise than those of transformers, with names in `NOTES`
+CLASS_NOTES = list(read_table("class_notes.csv"))
 UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
     "does otherwise is not listed"
@@ -689,12 +614,13 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     _report_router_dtype(family, settings, conversion)
     if is_of_transformers(settings):
         return
-    for families, note in CLASS_NOTES:
-        if family in families:
-            conversion.add_difference("model", name, note)
-    note_in_06 = LATENTS_IN_06 if OF_LARGER_EPS.search(name) else CLASS_NOTES_IN_06.get(family)
-    if note_in_06:
-        conversion.add_remark("model", name, note_in_06)
+    for row in CLASS_NOTES:
+        is_remark = row["report"] == "remark"
+        report = conversion.add_remark if is_remark else conversion.add_difference
+        if family in row["families"].split():
+            report("model", name, NOTES[row["note"]])
+    if OF_LARGER_EPS.search(name):
+        conversion.add_remark("model", name, NOTES["LATENTS_IN_06"])
     if family in FAMILIES_PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, LATER_TOKENS_PREDICTED)
     if _rounds_frequencies(family, settings, conversion):
@@ -702,8 +628,6 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
         conversion.add_difference("model", name, SCALES_FOLDED)
     _report_attention(family, settings, conversion)
-    if family in FAMILIES_WITH_FP32_RATES:
-        conversion.add_remark("model", name, RATES_IN_FP32)
     # a file with images says in another line that its model is not known
     is_for_images = conversion.images or any(
         UNKNOWN_IMAGES in line for line in conversion.differences

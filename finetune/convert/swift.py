@@ -356,8 +356,8 @@ def _report_copies(settings: ToolFile, conversion: Conversion) -> None:
 
 
 # The data sets that dataset/dataset registers, by the last part of their names. A row has their
-# names there, the one on Hugging Face's hub, our keys, and how its rows are rewritten there. Columns
-# are named too where ms-swift reads not all of them.
+# names there, the one on Hugging Face's hub, our keys, and how its rows are rewritten there. It
+# names columns too where ms-swift reads not all of them.
 DATA_SETS = {row["paths"].rpartition("/")[2]: row for row in read_table("swift_datasets.csv")}
 # name of such a data set -> its name on Hugging Face's hub
 ON_HUGGING_FACE = {
