@@ -12,7 +12,7 @@ import yaml
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS
 from finetune.constants import ceil_div
 from finetune.convert.counterparts import Tool, ToolFile
-from finetune.convert.value_conversion import read_section
+from finetune.convert.value_conversion import read_section, read_value
 from finetune.units import counted
 
 Precision = Literal["no", "bf16", "fp16"]
@@ -231,7 +231,7 @@ def count_sharing_ranks(settings: ToolFile) -> int:
     sizes = (
         settings.get("context_parallel_size"),
         settings.get("sequence_parallel_degree"),  # the older name
-        read_section(settings, "context_parallel").get("size"),
+        read_value(settings, "context_parallel.size"),
         settings.get("sequence_parallel_size"),
     )
     return max(map(_read_size, sizes))
@@ -387,7 +387,7 @@ def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
     command = COMMAND.search(text)
     if command is not None and command[1].endswith("single_device"):
         return "none"
-    if settings.get("fsdp_cpu_offload") or read_section(settings, "fsdp").get("cpu_offload"):
+    if settings.get("fsdp_cpu_offload") or read_value(settings, "fsdp.cpu_offload"):
         return "offload"
     if settings.get("fsdp_reshard_after_forward") is False:
         return "grad_op"
@@ -399,7 +399,7 @@ def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
 def _read_automodel(settings: ToolFile) -> AskedLayout:
     """Reads the layout of an Automodel file, whose mixed precision is always bf16."""
     distributed = read_section(settings, "distributed")
-    dtype = str(read_section(settings, "model").get("torch_dtype", "auto"))
+    dtype = str(read_value(settings, "model.torch_dtype", "auto"))
     is_pure_bf16 = "32" not in dtype and not trains_copy(settings)
     return AskedLayout(
         _find_automodel_sharding(distributed),
@@ -416,7 +416,7 @@ def _read_automodel(settings: ToolFile) -> AskedLayout:
 
 def trains_copy(settings: ToolFile) -> bool:
     """Whether Automodel's optimizer trains a copy, in more bits, of weights that are in 16 bits."""
-    if "32" in str(read_section(settings, "model").get("torch_dtype")):
+    if "32" in str(read_value(settings, "model.torch_dtype")):
         return False
     optimizer = read_section(settings, "optimizer")
     name = str(optimizer.get("_target_"))

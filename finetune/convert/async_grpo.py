@@ -9,7 +9,7 @@ from typing import Any
 from finetune.convert.chat_templates import HEADER_TRAINED
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.foreign_values import WrongValue, read_number
-from finetune.convert.value_conversion import Conversion, read_section
+from finetune.convert.value_conversion import Conversion, read_section, read_value
 
 SECTIONS = ("orchestration", "inference", "training", "postprocessing")
 # (section, key in it) -> the same key in torchtune's other files, or in TRL's for GRPO.
@@ -156,7 +156,7 @@ def _set_batch(settings: ToolFile, conversion: Conversion) -> None:
         "orchestration.num_training_workers", orchestration.get("num_training_workers", 1), "2", 1
     )
     batch_size = read_number(
-        "training.batch_size", read_section(settings, "training").get("batch_size", 1), "16", 1
+        "training.batch_size", read_value(settings, "training.batch_size", 1), "16", 1
     )
     group_size = read_number("inference.group_size", settings.get("num_generations"), "16", 1)
     prompts = int(batch_size * workers) // int(group_size)
@@ -178,7 +178,7 @@ def _set_length(settings: ToolFile, conversion: Conversion) -> None:
         )
     )
     recipe["max_completion_length"] = completion_length
-    asked_length = read_section(settings, "tokenizer").get("max_seq_len") or 0
+    asked_length = read_value(settings, "tokenizer.max_seq_len") or 0
     max_seq_len = int(read_number("tokenizer.max_seq_len", asked_length, "1024", 0))
     # a longer max_seq_len is the recipe's max_length already, by the table of keys
     if max_seq_len <= completion_length:

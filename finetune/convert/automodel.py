@@ -7,13 +7,13 @@ The paths in the comments are those of Automodel's source.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.config.facts import read_family_source
 from finetune.config.optimization import OPTIMIZERS
 from finetune.convert.asked_layout import trains_copy
-from finetune.convert.counterparts import ToolFile
+from finetune.convert.counterparts import NOTES, ToolFile, read_table
 from finetune.convert.defaults import DEFAULTS, set_optimizers_defaults
 from finetune.convert.foreign_values import convert_number
 from finetune.convert.image_models import UNKNOWN_IMAGES, reads_images, runs_for_images
@@ -34,7 +34,7 @@ from finetune.convert.shared import (
     UNMULTIPLIED_BY_LIGER,
 )
 from finetune.convert.trained_layers import FUSED_LOSS, is_of_transformers
-from finetune.convert.value_conversion import Conversion, read_section
+from finetune.convert.value_conversion import Conversion, read_section, read_value
 
 # drop_last of components/datasets/loader.py, which pipeline parallelism sets for the batches; the
 # sampler always drops
@@ -111,13 +111,6 @@ OWN_DENSE_FAMILIES = ("llama", "qwen2", "qwen3")  # their inner model gets a for
 # get_wd of OptimizerParamScheduler
 CHANGING_DECAY = "the weight decay goes from {} to {} there; weight_decay stays the same here"
 NOT_FLASH = ("sdpa", "eager", "flex_attention")  # values of attn_implementation
-# families whose own class has update_moe_gate_bias, with a gate_bias_update_factor
-FAMILIES_MOVING_BIASES = ("deepseek_v3", "deepseek_v32", "glm5_next_text", "glm_moe_dsa")
-MOVED_BIASES = (
-    "each step moves the routers' biases by 0.001 toward an even load there; they stay as they are "
-    "here"
-)
-
 # families whose own class has layers that predict later tokens: mtp_config, by
 # _resolve_mtp_num_layers and MTPConfig
 FAMILIES_PREDICTING_AHEAD = ("nemotron_h", "qwen3_5_text", "qwen3_5_moe_text")
@@ -127,21 +120,6 @@ LATER_TOKENS_PREDICTED = (
 )
 # keys of the model's config for the number of these layers (_resolve_mtp_num_layers)
 KEYS_OF_LAYERS_AHEAD = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-# families whose own class keeps the parameters of _fp32_params in float32
-FAMILIES_WITH_FP32_RATES = (
-    "kimi_linear",
-    "nemotron_h",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_next",
-    "qwen4_exp_text",
-)
-RATES_IN_FP32 = (
-    "A_log, dt_bias and, where there is one, D of the recurrent layers stay in float32 there, and "
-    "are in the run's 16 bits here"
-)
-
-
 # models whose config ties the output head to the embedding
 TIED_MODEL = re.compile(
     r"gemma|llama-?3\.2-[13]b|qwen-?2(\.5)?-(0\.5|1\.5|3)b|qwen-?3-(0\.6|1\.7|4)b|smollm"
@@ -160,7 +138,7 @@ def _adapt_batch(settings: ToolFile, conversion: Conversion) -> None:
     _resolve_dataloader of recipes/_typed_config.py.
     """
     schedule = read_section(settings, "step_scheduler")
-    size = read_section(settings, "dataloader").get("batch_size")
+    size = read_value(settings, "dataloader.batch_size")
     local_size = schedule.get("local_batch_size") or 1
     if isinstance(size, int) and isinstance(local_size, int) and size != local_size:
         recipe = conversion.recipe
@@ -196,13 +174,13 @@ def _adapt_loop(settings: ToolFile, conversion: Conversion) -> None:
         return
     if measures_saves:
         conversion.remarks.append(MEASURED_WITH_SAVES)
-    if drops_last_rows or read_section(settings, "validation_dataloader").get("drop_last"):
+    if drops_last_rows or read_value(settings, "validation_dataloader.drop_last"):
         conversion.remarks.append(HELD_OUT_ROWS_LEFT)
 
 
 def _report_last_rows(settings: ToolFile, drops_last_rows: bool, conversion: Conversion) -> None:
     """Reports which rows an epoch leaves out, or reads twice, at its end."""
-    asks_to_drop = read_section(settings, "dataloader").get("drop_last")
+    asks_to_drop = read_value(settings, "dataloader.drop_last")
     if runs_for_images(settings):
         conversion.remarks.append(ROWS_READ_AGAIN)
         if asks_to_drop:
@@ -216,7 +194,7 @@ def _report_last_rows(settings: ToolFile, drops_last_rows: bool, conversion: Con
 def _report_held_out_lengths(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that Automodel's recipe for images bounds the length of training rows alone."""
     held_out = read_section(settings, "validation_dataset")
-    collate = read_section(read_section(settings, "validation_dataloader"), "collate_fn")
+    collate = read_section(settings, "validation_dataloader.collate_fn")
     is_bounded = held_out.get("max_length") or collate.get("max_length")
     way = OVERLONG_WAYS.get(str(conversion.recipe.get("overlength")))
     is_measured = held_out and runs_for_images(settings) and not has_stages(settings)
@@ -282,7 +260,7 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         note = PADDED_ROWS.format(padded_length)
         conversion.add_difference("packed_sequence.packed_sequence_size", size, note)
     rows = _count_rows_of_forward(settings)
-    is_thd = read_section(settings, "packed_sequence").get("packing_strategy", "thd") == "thd"
+    is_thd = read_value(settings, "packed_sequence.packing_strategy", "thd") == "thd"
     if is_thd and not is_padded:  # padded rows have one length, and both tools pack these alike
         conversion.remarks.append(PACKED_IN_ORDER)
     has_several_rows = isinstance(rows, int) and rows > 1
@@ -298,7 +276,7 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
 def _report_masks_of_stages(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that pipeline stages have the mask of the first packed row for all of them."""
     model = read_section(settings, "model")
-    pipeline = read_section(read_section(settings, "distributed"), "pipeline")
+    pipeline = read_section(settings, "distributed.pipeline")
     attention = model.get("attn_implementation")
     is_patched = has_stages(settings) and pipeline.get("patch_inner_model", True)
     if not is_patched or not _has_dense_class(settings):
@@ -328,7 +306,7 @@ def _find_padded_length(dataset: Mapping[str, Any]) -> str | None:
 
 def has_stages(settings: ToolFile) -> bool:
     """Whether the file splits the model's layers over pipeline stages."""
-    stages = read_section(settings, "distributed").get("pp_size")
+    stages = read_value(settings, "distributed.pp_size")
     return isinstance(stages, int) and stages > 1
 
 
@@ -336,7 +314,7 @@ def _report_head(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that pipeline stages train an output head apart from the embedding it is tied to."""
     is_tied = TIED_MODEL.search(name_model(settings).lower())
     if is_tied and has_stages(settings) and not conversion.recipe.get("use_peft"):
-        stages = read_section(settings, "distributed")["pp_size"]
+        stages = read_value(settings, "distributed.pp_size")
         conversion.add_difference("distributed.pp_size", stages, HEAD_APART)
 
 
@@ -346,9 +324,8 @@ def _count_rows_of_forward(settings: ToolFile) -> Any:
     Pipeline stages compute a micro-batch in parts of `pp_microbatch_size` rows.
     """
     if has_stages(settings):
-        distributed = read_section(settings, "distributed")
-        return read_section(distributed, "pipeline").get("pp_microbatch_size", 1)
-    return read_section(settings, "step_scheduler").get("local_batch_size") or 1
+        return read_value(settings, "distributed.pipeline.pp_microbatch_size", 1)
+    return read_value(settings, "step_scheduler.local_batch_size") or 1
 
 
 def _may_join_documents(settings: ToolFile) -> bool:
@@ -360,7 +337,7 @@ def _may_join_documents(settings: ToolFile) -> bool:
     """
     family = guess_family(name_model(settings))
     backend = _read_backend(settings)
-    has_flash = read_section(settings, "model").get("attn_implementation") not in NOT_FLASH
+    has_flash = read_value(settings, "model.attn_implementation") not in NOT_FLASH
     if _has_dense_class(settings):
         return has_flash and backend.get("attn") != "te"
     if backend:
@@ -380,7 +357,7 @@ def _has_dense_class(settings: ToolFile) -> bool:
 
 def _read_backend(settings: ToolFile) -> Mapping[str, Any]:
     """Returns the section of the model's kernels, an own class's alone; empty without one."""
-    return read_section(read_section(settings, "model"), "backend")
+    return read_section(settings, "model.backend")
 
 
 # families whose own class gives Gate, of components/moe/layers.py, no dtype by default
@@ -425,47 +402,8 @@ GATE_IN_FP32 = re.compile(
     r"F\.linear\(hidden_states\.(type\(torch\.float32\)|float\(\)), "
     r"self\.weight\.(type\(torch\.float32\)|float\(\))\)"
 )
-# the indexers of models/glm_moe_dsa and models/deepseek_v32, and those of transformers
-INDEXED_OTHERWISE = (
-    "a document of more tokens than the config's index_topk (2048) attends to other ones there, "
-    "in 0.7 where the config does not say indexer_rope_interleave: true: the indexer rotates "
-    "halves of a query there, neighboring pairs here"
-)
-INDEXED_OTHERWISE_IN_06 = (
-    "a document of more tokens than the config's index_topk (2048) attends to other ones in 0.6 "
-    "there: the indexer rotates neighboring pairs of a query's last numbers; halves of its first "
-    "ones since, as here"
-)
-MOVED_BIASES_IN_06 = (
-    "each step moves the routers' biases by 0.001 toward an even load in 0.6 there; they stay as "
-    "they are since, as here"
-)
-# config.sliding_window and inv_freq of models/mimo_v2_flash
-MIMO_IN_06 = (
-    "in 0.6 there a token attends to one fewer before it in the layers with a sliding window (127 "
-    "and itself), and frequencies of positions are rounded to bfloat16; since as here"
-)
-# q_a_layernorm and kv_a_layernorm of MLA, which had the config's rms_norm_eps or a default
-LATENTS_IN_06 = (
-    "the norms of the attention's latents have an eps of 1e-5 in 0.6 there; of 1e-6 since, as here"
-)
-LATENTS = "the norms of the attention's latents have an eps of 1e-5 there, of 1e-6 here"
 # a model of the family deepseek_v3 whose config has an rms_norm_eps of 1e-5
 OF_LARGER_EPS = re.compile("moonlight", re.IGNORECASE)
-# What own classes did otherwise in 0.6 alone, by family.
-CLASS_NOTES_IN_06 = {
-    "deepseek_v32": INDEXED_OTHERWISE_IN_06,
-    "glm4_moe_lite": LATENTS_IN_06,
-    "glm_moe_dsa": LATENTS_IN_06,
-    "mistral4": MOVED_BIASES_IN_06,
-    "mimo_v2_flash": MIMO_IN_06,
-}
-# router_weight_uses_score_correction_bias of models/kimi_linear, as in the model's own code
-FAMILIES_WEIGHTING_WITH_BIAS = ("kimi_linear",)
-WEIGHTS_WITH_BIAS = (
-    "the weights of a token's experts have the routers' biases in them there; here these choose "
-    "the experts, and the weights are without them"
-)
 # the lines by which a class of transformers keeps the routers' biases in float32
 KEEPS_BIASES = re.compile(r"_keep_in_fp32_modules_strict = \[[^\]]*e_score_correction_bias")
 # Families whose own class has the routers' biases in float32: e_score_correction_bias of Gate.
@@ -487,27 +425,13 @@ SEES_LATER = (
     "here to those before it alone"
 )
 WITHOUT_ENGINE = ", the default without Transformer Engine,"
-# attention_sink_bias of models/mimo_v2_flash is no parameter
-SINKS_FROZEN = "the attention's sinks stay as they are there; they are trained here"
 # from_hf and to_hf of models/gemma4_moe/state_dict_adapter.py
 SCALES_FOLDED = (
     "an expert's per_expert_scale is multiplied into its down_proj there, which is trained as one "
     "weight, and is 1 in the export; here it is a weight beside it, trained too"
 )
-# time_step_limit of models/nemotron_v3, and of transformers' class
-STEPS_UNCLAMPED = (
-    "the steps of the recurrent layers keep to the config's time_step_limit there, which as a rule "
-    "bounds none; here none is below its time_step_min"
-)
-# What own classes do otherwise: families -> note.
-CLASS_NOTES: Sequence[tuple[tuple[str, ...], str]] = (
-    (FAMILIES_MOVING_BIASES, MOVED_BIASES),
-    (FAMILIES_WEIGHTING_WITH_BIAS, WEIGHTS_WITH_BIAS),
-    (("mimo_v2_flash",), SINKS_FROZEN),
-    (("nemotron_h",), STEPS_UNCLAMPED),
-    (("glm_moe_dsa",), INDEXED_OTHERWISE),
-    (("deepseek_v32",), LATENTS),
-)
+# what own classes do otherwise than those of transformers, with names in `NOTES`
+CLASS_NOTES = list(read_table("class_notes.csv"))
 UNKNOWN_CLASS = (
     "model: its name says no family that is known here: what a class of Automodel's own for it "
     "does otherwise is not listed"
@@ -615,7 +539,7 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     if is_mixture(name):
         _report_router_weights(str(family), settings, conversion)
     if asked_dtype == "auto":
-        optimizer = str(read_section(settings, "optimizer").get("_target_"))
+        optimizer = str(read_value(settings, "optimizer._target_"))
         # distillation in 0.6 trained in float32 with torch's optimizers
         is_fp32_in_06 = "teacher_model" in settings and optimizer.startswith("torch.optim.")
         note = AS_FILED_BUT_IN_06 if is_fp32_in_06 else AS_FILED
@@ -639,9 +563,9 @@ def _defers_reduction(settings: ToolFile) -> bool:
     parallelize_model of components/moe/parallelizer.py, MoEFSDPSyncMixin may do so.
     """
     layout = read_section(settings, "distributed")
-    wraps_model = read_section(layout, "moe").get("wrap_outer_model", True)
+    wraps_model = read_value(layout, "moe.wrap_outer_model", True)
     if _is_shared(layout, "ep_size") and wraps_model is False:
-        backend = read_section(read_section(settings, "model"), "backend")
+        backend = read_section(settings, "model.backend")
         return bool(backend.get("enable_fsdp_optimizations"))
     return bool(layout.get("defer_fsdp_grad_sync", True))
 
@@ -653,7 +577,7 @@ def _adds_in_fp32(settings: ToolFile) -> bool:
     """
     layout = read_section(settings, "distributed")
     schedule = read_section(settings, "step_scheduler")
-    dtype = read_section(layout, "mp_policy").get("reduce_dtype", "float32")
+    dtype = read_value(layout, "mp_policy.reduce_dtype", "float32")
     has_one_group = layout.get("dp_replicate_size") in (None, "none", 1)
     is_plain_fsdp2 = (
         layout.get("strategy", "fsdp2") == "fsdp2" and has_one_group and not has_stages(settings)
@@ -690,12 +614,13 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     _report_router_dtype(family, settings, conversion)
     if is_of_transformers(settings):
         return
-    for families, note in CLASS_NOTES:
-        if family in families:
-            conversion.add_difference("model", name, note)
-    note_in_06 = LATENTS_IN_06 if OF_LARGER_EPS.search(name) else CLASS_NOTES_IN_06.get(family)
-    if note_in_06:
-        conversion.add_remark("model", name, note_in_06)
+    for row in CLASS_NOTES:
+        is_remark = row["report"] == "remark"
+        report = conversion.add_remark if is_remark else conversion.add_difference
+        if family in row["families"].split():
+            report("model", name, NOTES[row["note"]])
+    if OF_LARGER_EPS.search(name):
+        conversion.add_remark("model", name, NOTES["LATENTS_IN_06"])
     if family in FAMILIES_PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, LATER_TOKENS_PREDICTED)
     if _rounds_frequencies(family, settings, conversion):
@@ -703,8 +628,6 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
         conversion.add_difference("model", name, SCALES_FOLDED)
     _report_attention(family, settings, conversion)
-    if family in FAMILIES_WITH_FP32_RATES:
-        conversion.add_remark("model", name, RATES_IN_FP32)
     # a file with images says in another line that its model is not known
     is_for_images = conversion.images or any(
         UNKNOWN_IMAGES in line for line in conversion.differences
@@ -719,7 +642,7 @@ def _rounds_frequencies(family: str, settings: ToolFile, conversion: Conversion)
     Mistral 4 with images does, at the end of its initialize_weights, unless its weights are in
     float32.
     """
-    is_in_32_bits = "32" in str(read_section(settings, "model").get("torch_dtype"))
+    is_in_32_bits = "32" in str(read_value(settings, "model.torch_dtype"))
     return family == "mistral4" and bool(conversion.images) and not is_in_32_bits
 
 
@@ -727,7 +650,7 @@ def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -
     """Reports where a token attends to other tokens in Automodel's own class than here."""
     name = name_model(settings)
     model = read_section(settings, "model")
-    attention = read_section(model, "backend").get("attn")
+    attention = read_value(model, "backend.attn")
     # without a backend the class of gpt-oss takes flex attention, with the window that is here
     if family == "gpt_oss" and model.get("backend") is not None and attention != "flex":
         conversion.add_difference("model", name, WIDER_WINDOW)
@@ -767,11 +690,11 @@ def _report_liger(settings: ToolFile, conversion: Conversion) -> None:
     name = name_model(settings)
     layout = read_section(settings, "distributed")
     is_parallel = _is_shared(layout, "tp_size") or _is_shared(layout, "cp_size")
-    asked = read_section(settings, "model").get("use_liger_kernel")
+    asked = read_value(settings, "model.use_liger_kernel")
     if is_parallel or asked is False:
         return
     # a fused loss computes the scores itself, in place of Liger's forward
-    has_fused_loss = str(read_section(settings, "loss_fn").get("_target_")).endswith(
+    has_fused_loss = str(read_value(settings, "loss_fn._target_")).endswith(
         (FUSED_LOSS, CHUNKED_LOSS)
     )
     if guess_family(name) in UNMULTIPLIED_BY_LIGER and not has_fused_loss:
@@ -787,9 +710,9 @@ def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
 
     Models with images and mixtures of experts, and `force_hf`, are loaded otherwise.
     """
-    is_quantized = read_section(settings, "quantization").get("load_in_4bit")
+    is_quantized = read_value(settings, "quantization.load_in_4bit")
     is_streamed = not (conversion.images or is_mixture(name_model(settings)))
-    if is_quantized and is_streamed and not read_section(settings, "model").get("force_hf"):
+    if is_quantized and is_streamed and not read_value(settings, "model.force_hf"):
         conversion.add_difference("quantization.load_in_4bit", True, HEAD_IN_4_BITS)
 
 
@@ -811,7 +734,7 @@ def _report_router_dtype(family: str, settings: ToolFile, conversion: Conversion
     """
     model = read_section(settings, "model")
     name = name_model(settings)
-    asked = read_section(model, "backend").get("gate_precision")
+    asked = read_value(model, "backend.gate_precision")
     is_fp32_here = GATE_IN_FP32.search(read_family_source(family)) is not None
     is_listed = family in GATE_NOTES and (family not in ALSO_DENSE_FAMILIES or is_mixture(name))
     if asked is not None and not (is_fp32_here and "float32" in str(asked)):
@@ -827,21 +750,21 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     if read_section(settings, "peft"):
         recipe["use_peft"] = True
-    teacher = read_section(settings, "teacher_model").get("pretrained_model_name_or_path")
+    teacher = read_value(settings, "teacher_model.pretrained_model_name_or_path")
     if teacher:
         recipe["teacher_model_name_or_path"] = teacher
     _adapt_automodel_optimizer(read_section(settings, "optimizer"), conversion)
     schedule = settings.get("lr_scheduler")
     if isinstance(schedule, dict):
         _adapt_automodel_schedule(schedule, conversion)
-    if read_section(settings, "dataloader").get("shuffle") is False:
-        is_shuffled_once = read_section(settings, "dataset").get("shuffle_seed") is not None
+    if read_value(settings, "dataloader.shuffle") is False:
+        is_shuffled_once = read_value(settings, "dataset.shuffle_seed") is not None
         note = SHUFFLED_ONCE if is_shuffled_once else IN_ORDER
         conversion.add_difference("dataloader.shuffle", False, note)
     _adapt_automodel_lengths(settings, conversion)
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
-    if settings.get("wandb") and read_section(settings, "wandb").get("enable", True):
+    if settings.get("wandb") and read_value(settings, "wandb.enable", True):
         recipe["report_to"] = "wandb"
     _adapt_batch(settings, conversion)
     _adapt_loop(settings, conversion)
@@ -888,13 +811,8 @@ def _adapt_automodel_schedule(schedule: Mapping[str, Any], conversion: Conversio
     if schedule.get("lr_warmup_steps") != 0 and schedule.get("init_lr") is None:
         conversion.remarks.append(WARMUP_FROM_A_TENTH)
     _adapt_decay(schedule, conversion)
-    lowest = convert_number(schedule.get("min_lr"))
-    rate = recipe["learning_rate"]
-    if isinstance(lowest, float | int) and isinstance(rate, float) and rate:
-        # computed here, where the learning rate is known wherever it stands in the file
-        recipe["min_lr_ratio"] = round(min(1.0, lowest / rate), 9)
-    else:
-        recipe.setdefault("min_lr_ratio", 0.01)
+    if schedule.get("min_lr") is None:
+        recipe["min_lr_ratio"] = 0.01
 
 
 NO_TRUNCATION = (None, False, "do_not_truncate")  # values of dataset.truncation
@@ -974,7 +892,7 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
     dataset = read_section(settings, "dataset")
     pack_size = packed.get("pack_size")
     length = packed.get("max_length", dataset.get("max_length"))
-    collate = read_section(read_section(settings, "dataloader"), "collate_fn")
+    collate = read_section(settings, "dataloader.collate_fn")
     is_cut = dataset.get("truncate", dataset.get("max_length") is not None)
     drops_long = bool(pack_size and packed.get("drop_long_samples"))
     # rows with images are never cut here
@@ -1053,7 +971,7 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what Automodel's recipe for images writes into rows, and which tokens it trains."""
     packed = read_section(settings, "packed_sequence")
     is_packed = bool(packed.get("pack_size"))
-    collate = read_section(read_section(settings, "dataloader"), "collate_fn").get("_target_")
+    collate = read_value(settings, "dataloader.collate_fn._target_")
     if is_packed:  # packing has its own function in place of collate_fn
         collate = None
     functions = {
@@ -1106,7 +1024,7 @@ NUMBERED_IN_STAGES = (
 def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that later pipeline stages do not know where in an image a token is."""
     layout = read_section(settings, "distributed")
-    is_packed = read_section(settings, "packed_sequence").get("pack_size")
+    is_packed = read_value(settings, "packed_sequence.pack_size")
     shares_rows = layout.get("cp_size") not in (None, 1)
     if conversion.images not in FAMILIES_WITH_IMAGE_POSITIONS or is_packed or shares_rows:
         return
@@ -1180,7 +1098,7 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
         return
     name = name_model(settings)
     family = guess_family(name) or ""
-    backend = read_section(model, "backend").get("attn")
+    backend = read_value(model, "backend.attn")
     has_own_class = is_mixture(name) and not is_of_transformers(settings)
     is_by_transformers = packs_images_unsplit and not has_own_class
     if attention == "eager" and (is_by_transformers or family in FAMILIES_BY_TRANSFORMERS):
@@ -1244,7 +1162,7 @@ def _report_ranks_in_06(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which gradients were of one rank alone in 0.6, and which weights were not read."""
     name = name_model(settings)
     layout = read_section(settings, "distributed")
-    backend = read_section(read_section(settings, "model"), "backend")
+    backend = read_section(settings, "model.backend")
     has_own_class = not is_of_transformers(settings)
     experts = backend.get("experts")
     is_of_engine = (
@@ -1272,7 +1190,7 @@ def _is_shared(layout: Mapping[str, Any], size: str) -> bool:
 def _report_reduction(settings: ToolFile, conversion: Conversion) -> None:
     """Reports where gradients are in 16 bits there, or are added over the ranks in 16 bits."""
     layout = read_section(settings, "distributed")
-    dtype = str(read_section(layout, "mp_policy").get("reduce_dtype", "float32"))
+    dtype = str(read_value(layout, "mp_policy.reduce_dtype", "float32"))
     is_of_megatron = layout.get("strategy") == MEGATRON
     if trains_copy(settings) and not (is_of_megatron or settings.get("peft")):
         conversion.remarks.append(GRADIENTS_ROUNDED)

@@ -37,12 +37,7 @@ from finetune.convert.shared import (
     PACKED_IN_ORDER,
     SWITCHES_IN_16_BITS,
 )
-from finetune.convert.value_conversion import (
-    Conversion,
-    convert_names,
-    convert_targets,
-    read_section,
-)
+from finetune.convert.value_conversion import Conversion, convert_names, convert_targets, read_value
 
 BY_KERNELS = (
     "by its LoRA kernels, which are on unless a key turns them off, in 0.19 not under the first "
@@ -556,7 +551,7 @@ ENDS_FROZEN = (
 
 def _report_new_tokens(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that tokens added beside adapters leave embedding and head frozen there."""
-    tokens = read_section(settings, "special_tokens").get("additional_special_tokens")
+    tokens = read_value(settings, "special_tokens.additional_special_tokens")
     modules = convert_names(settings.get("lora_modules_to_save")) or ()
     trained_ends = [name for name in modules if re.search("emb|wte|head", name)]
     if tokens and settings.get("adapter") and len(trained_ends) < 2:
@@ -683,7 +678,7 @@ FILLING_ROUTED = "what fills up a packed row counts in the routers' auxiliary lo
 
 def _report_filling(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that padding counts in the routers' auxiliary loss, where packed rows have some."""
-    asks_for_loss = read_section(settings, "model_config").get("output_router_logits")
+    asks_for_loss = read_value(settings, "model_config.output_router_logits")
     if asks_for_loss and settings.get("pad_to_sequence_len") is not False:
         conversion.add_remark("model_config.output_router_logits", True, FILLING_ROUTED)
 

@@ -37,7 +37,12 @@ from finetune.convert.shared import (
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
 from finetune.convert.trained_layers import is_of_transformers
-from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
+from finetune.convert.value_conversion import (
+    Conversion,
+    find_method_facts,
+    read_section,
+    read_value,
+)
 
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
@@ -448,10 +453,10 @@ def _report_layers_of_images(settings: ToolFile, name: str, conversion: Conversi
     has_own_class = (
         conversion.tool == "Automodel" and is_mixture(name) and not is_of_transformers(settings)
     )
-    ranks = read_section(settings, "distributed").get("cp_size")
-    is_packed = read_section(settings, "packed_sequence").get("pack_size")
+    ranks = read_value(settings, "distributed.cp_size")
+    is_packed = read_value(settings, "packed_sequence.pack_size")
     if conversion.tool == "Automodel" and has_stages(settings):
-        stages = read_section(settings, "distributed")["pp_size"]
+        stages = read_value(settings, "distributed.pp_size")
         conversion.add_difference("distributed.pp_size", stages, IMAGES_UNSEEN_IN_STAGES)
     elif not has_own_class:
         conversion.add_remark("model", name, IMAGES_SEEN_IN_ALL_LAYERS)

@@ -9,7 +9,12 @@ from finetune.convert.base_model import CHATMLS, CHATMLS_OWN
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
 from finetune.convert.shared import EXPERIMENTAL_METHODS, IN_ORDER, NORMS_IN_FP32
-from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
+from finetune.convert.value_conversion import (
+    Conversion,
+    find_method_facts,
+    read_section,
+    read_value,
+)
 
 # load_model_config of Axolotl's loaders/utils.py reads the config there; utils/config reads the
 # tokenizer there where the file names none
@@ -232,8 +237,8 @@ def _report_factory(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_tokenizer(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that torchtune reads the tokenizer from another folder than the model."""
-    path = str(_find_value(settings, "tokenizer.path") or "")
-    folder = str(_find_value(settings, "checkpointer.checkpoint_dir") or "")
+    path = str(read_value(settings, "tokenizer.path") or "")
+    folder = str(read_value(settings, "checkpointer.checkpoint_dir") or "")
     is_elsewhere = path and folder and not path.startswith(folder.rstrip("/"))
     is_unresolved = path.startswith("$")  # refers to a key that the file does not have
     if is_elsewhere and not is_unresolved:
@@ -421,15 +426,7 @@ def _report_compute(settings: ToolFile, text: str, conversion: Conversion) -> No
     layout = read_layout(conversion.tool, settings, text)
     dtype_here = COMPUTE_DTYPES[layout.precision]
     for key in COMPUTE_KEYS:
-        value = _find_value(settings, key)
+        value = read_value(settings, key)
         dtype_there = str(value).split(".")[-1]  # torch.bfloat16 is written too
         if value and dtype_there != dtype_here:
             conversion.add_difference(key, value, OTHER_COMPUTE.format(dtype_here))
-
-
-def _find_value(settings: ToolFile, dotted: str) -> Any:
-    """Returns the value under a key, nested where it has dots; None where there is none."""
-    value: Any = settings
-    for name in dotted.split("."):
-        value = value.get(name) if isinstance(value, dict) else None
-    return value

@@ -52,7 +52,7 @@ from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
-from finetune.convert.foreign_values import WrongValue, convert_number
+from finetune.convert.foreign_values import WrongValue, convert_number, read_number
 from finetune.convert.image_models import find_images
 from finetune.convert.model_names import BITSANDBYTES_MODEL, guess_family, is_mixture
 from finetune.convert.numbers import report_numbers
@@ -69,8 +69,8 @@ from finetune.convert.value_conversion import (
     LEAVE,
     Conversion,
     convert_value,
-    read_section,
     read_trackers,
+    read_value,
 )
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
@@ -291,7 +291,6 @@ OTHER_ADAMWS = {
     "flash": "state in fewer bits there, in float32 here",
     "optimi": "weights in 16 bits are updated with a term that keeps what rounding loses there",
 }
-RATES = ("learning_rate", "lr")  # converted first: min_lr becomes a share of the rate
 # Kinds of keys that are converted last, since they overrule other keys: a schedule without warm-up,
 # all layers as targets, a feature or an optimizer that is switched on.
 DECISIVE = ("schedule", "all-linear", "flag", "optimizer-flag")
@@ -339,7 +338,8 @@ def _convert(file: LoadedFile) -> Conversion:
     known = {pair.key: pair for pair in list_counterparts(tool)}
     if METHODS[method].samples:
         known |= {pair.key: pair for pair in list_counterparts(GRPO)}
-    for key, value in sorted(_walk(settings, known), key=lambda pair: _rank_key(pair[0], known)):
+    decisive = {key for key, pair in known.items() if pair.carry in DECISIVE}
+    for key, value in sorted(_walk(settings, known), key=lambda pair: pair[0] in decisive):
         _convert_key(key, value, known, conversion)
     _report_trackers(settings, known, conversion)
     # 2. What several keys determine together, what the file leaves to its tool's defaults, and the
@@ -357,7 +357,7 @@ def _convert(file: LoadedFile) -> Conversion:
     report_saved_template(settings, conversion)
     end_last_answers(settings, conversion)
     add_defaults(settings, conversion)
-    _share_default_rate(settings, known, conversion)
+    _adapt_lowest_rate(settings, known, conversion)
     _add_layout(settings, text, conversion)
     remove_contradictions(conversion)
     # 3. What a run would refuse.
@@ -419,23 +419,18 @@ def _report_trackers(
         )
 
 
-def _rank_key(key: str, known: Mapping[str, Counterpart]) -> int:
-    """Returns when a key is converted: the learning rate first (0), keys that overrule last (2)."""
-    if key.rsplit(".", 1)[-1] in RATES:
-        return 0
-    return 2 if key in known and known[key].carry in DECISIVE else 1
-
-
-def _share_default_rate(
+def _adapt_lowest_rate(
     settings: ToolFile, known: Mapping[str, Counterpart], conversion: Conversion
 ) -> None:
-    """Sets a schedule's lowest rate as a share of the tool's default learning rate."""
+    """Sets a schedule's lowest rate as a share of the learning rate, maybe the tool's default."""
     recipe = conversion.recipe
-    rate = recipe.get("learning_rate", recipe_keys()["learning_rate"].default)
+    peak = convert_number(recipe.get("learning_rate", recipe_keys()["learning_rate"].default))
     for key, value in _walk(settings, known):
         is_lowest = key in known and known[key].carry == "min-rate" and value is not None
         if is_lowest and "min_lr_ratio" not in recipe:
-            recipe["min_lr_ratio"] = convert_value(known[key], value, {"learning_rate": rate})
+            rate = read_number(key, value, "1e-6")
+            if peak and not isinstance(peak, str):  # the recipe's reader refuses a text
+                recipe["min_lr_ratio"] = round(rate / peak, 9)
 
 
 def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> None:
@@ -697,7 +692,7 @@ def _report_loaded_dtype(settings: ToolFile, layout: AskedLayout, conversion: Co
 
 def _report_fp8_layers(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:
     """Reports the layers that are multiplied in FP8 there and in 16 bits here."""
-    filters = read_section(settings, "fp8").get("filter_fqns") or []
+    filters = read_value(settings, "fp8.filter_fqns") or []
     has_head = conversion.tool == "Automodel" and "lm_head" not in filters
     if has_head:
         layers = "first linear layer and the output head are"

@@ -11,49 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from finetune.config.other_names import PRECISION, TRUNCATED
 
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel", "ms-swift"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 ToolFile: TypeAlias = Mapping[str, Any]  # what a file of one of these tools says
-
-# How a value is converted: the names of the converters in convert/value_conversion.py. Keys with
-# "by-code" are left to the code of the other modules here.
-Carry = Literal[
-    "same",
-    "not",
-    "adapter",
-    "lora-only",
-    "all-linear",
-    "targets",
-    "schedule",
-    "optimizer",
-    "attention",
-    "tracker",
-    "dtype",
-    "template",
-    "resume",
-    "overlength",
-    "on-if-true",
-    "steps",
-    "warmup",
-    "min-rate",
-    "clip",
-    "betas",
-    "strategy",
-    "names",
-    "parameters",
-    "module-patterns",
-    "compile",
-    "bits",
-    "quantizer",
-    "schedule-argument",
-    "flag",
-    "optimizer-flag",
-    "by-code",
-]
 
 FOLDER = Path(__file__).parent
 KEYS = "keys.csv"
@@ -75,14 +39,16 @@ class Counterpart:
     key: str  # dotted if it is nested
     ours: str | None
     note: str = ""
-    carry: Carry = "same"
+    # how a value is converted: a name that `convert_value` knows, or "by-code" for keys that are
+    # left to the code of the other modules here
+    carry: str = "same"
     inexact: bool = False  # our key does nearly the same: the note is reported
     missing_capability: str = ""  # what the key asks for that is not supported here; else empty
     has_effect: bool = True  # whether dropping the key changes what is trained, saved or measured
     usual: tuple[str, ...] = ()  # in JSON: values that ask for what is done here anyway
 
 
-def _read_table(name: str) -> Iterator[dict[str, str]]:
+def read_table(name: str) -> Iterator[dict[str, str]]:
     """Yields the rows of a CSV file beside this one, by column name."""
     with (FOLDER / name).open(encoding="utf-8", newline="") as file:
         yield from csv.DictReader(file)
@@ -92,7 +58,7 @@ def _read_table(name: str) -> Iterator[dict[str, str]]:
 NOTES: Mapping[str, str] = {
     "PRECISION": PRECISION,
     "TRUNCATED": TRUNCATED,
-    **{row["name"]: row["note"] for row in _read_table("notes.csv")},
+    **{row["name"]: row["note"] for row in read_table("notes.csv")},
 }
 
 
@@ -104,7 +70,7 @@ def list_counterparts(tool: str, table: str = KEYS) -> tuple[Counterpart, ...]:
     'per_device_train_batch_size'
     """
     return tuple(
-        _make_counterpart(row) for row in _read_table(table) if tool in row["tools"].split()
+        _make_counterpart(row) for row in read_table(table) if tool in row["tools"].split()
     )
 
 
@@ -128,7 +94,7 @@ def _make_counterpart(row: Mapping[str, str]) -> Counterpart:
         key=row["key"],
         ours=row["ours"] or None,
         note=note,
-        carry=cast(Carry, row["carry"] or "same"),
+        carry=row["carry"] or "same",
         inexact=status == "nearly",
         missing_capability=capability,
         has_effect=status != "ignored",

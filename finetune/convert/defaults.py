@@ -10,7 +10,7 @@ from finetune.config.schema import Lora, recipe_keys
 from finetune.constants import ceil_div
 from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
 from finetune.convert.model_names import guess_family
-from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_value
 
 # Each tool's defaults, in our keys and values. TRAINER: those of transformers' Trainer, on which
 # several tools are built.
@@ -239,7 +239,7 @@ def _saves_once(tool: Tool, settings: ToolFile, recipe: Mapping[str, Any]) -> bo
     has_one_save = settings.get("saves_per_epoch") and not _may_repeat(tool, recipe)
     if has_one_save or settings.get("save_last_epoch_only") or recipe.get("streaming"):
         return True
-    return read_section(settings, "step_scheduler").get("save_checkpoint_every_epoch") is False
+    return read_value(settings, "step_scheduler.save_checkpoint_every_epoch") is False
 
 
 def _drop_keys_of_adapters(recipe: dict[str, Any]) -> None:

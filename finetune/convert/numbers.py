@@ -19,7 +19,12 @@ from finetune.convert.hints import list_types
 from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
 from finetune.convert.shared import EXPERIMENTAL_METHODS, find_muon_key
-from finetune.convert.value_conversion import Conversion, find_method_facts, read_section
+from finetune.convert.value_conversion import (
+    Conversion,
+    find_method_facts,
+    read_section,
+    read_value,
+)
 
 # get_scheduler of transformers, and torchtune's copy of it. Automodel's warm-up begins at its own
 # init_lr.
@@ -224,7 +229,9 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     has_line = restarts or settings.get("lr_quadratic_warmup")
     schedules = (settings.get("lr_scheduler_type"), settings.get("lr_scheduler"))
     warms_as_here = "cosine_warmup_with_min_lr" in schedules
-    starts_at_zero = conversion.tool != "Automodel" or _starts_at_zero(settings)
+    starts_at_zero = (
+        conversion.tool != "Automodel" or read_value(settings, "lr_scheduler.init_lr") == 0
+    )
     if warmup and not has_line and starts_at_zero and not warms_as_here:
         conversion.remarks.append(WARMED_EARLIER)
     written_share = settings.get("warmup_ratio")
@@ -270,7 +277,7 @@ def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
         return LABEL_BEHIND_CUT
     if _holds_texts(settings):
         return TEXT_CUT
-    component = str(read_section(settings, "tokenizer").get("_component_"))
+    component = str(read_value(settings, "tokenizer._component_"))
     ends = (end for pattern, end in ENDS_AT_CUT.items() if re.search(pattern, component))
     return EOS_AT_CUT.format(next(ends))
 
@@ -310,11 +317,6 @@ def _holds_texts(settings: ToolFile) -> bool:
     return "text_completion_dataset" in str([settings.get(key) for key in ("dataset", "datasets")])
 
 
-def _starts_at_zero(settings: ToolFile) -> bool:
-    """Whether Automodel's warm-up starts at a rate of 0, as transformers' does."""
-    return read_section(settings, "lr_scheduler").get("init_lr") == 0
-
-
 def _report_clipping(settings: ToolFile, conversion: Conversion) -> None:
     """Reports a clipping bound of 0, by which torch's clip_grad_norm_ multiplies the gradients."""
     key = CLIPPING_KEYS.get(conversion.tool)
@@ -349,7 +351,7 @@ def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
         and has_turns
     ):
         conversion.add_difference("train_on_inputs", True, WORDS_OF_TURNS)
-    if conversion.tool == "torchtune" and read_section(settings, "dataset").get("train_on_input"):
+    if conversion.tool == "torchtune" and read_value(settings, "dataset.train_on_input"):
         conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
 
 
@@ -370,7 +372,7 @@ def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_typed_tokens(settings: ToolFile, conversion: Conversion) -> None:
     """Reports a tokenizer that reads a special token in a row's text as plain words."""
-    component = str(read_section(settings, "tokenizer").get("_component_"))
+    component = str(read_value(settings, "tokenizer._component_"))
     parses_none = conversion.tool == "torchtune" and not PARSING_TOKENS.search(component)
     if parses_none or settings.get("tokenizer_use_mistral_common"):
         conversion.remarks.append(TYPED_AS_WORDS)

@@ -26,7 +26,7 @@ from finetune.config.rule import Problem
 from finetune.config.schema import NESTED, recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import SHARD_SIZE, read_shipped
-from finetune.convert.automodel import STEPS_UNCLAMPED
+from finetune.convert.counterparts import NOTES
 from finetune.convert.model_names import guess_family, has_tower, is_mixture
 from finetune.convert.trained_layers import WITH_PEFT
 from finetune.convert.value_conversion import Conversion
@@ -166,7 +166,7 @@ BALANCED_THERE = (
 )
 # family -> what the code beside the model's files computes otherwise: modeling_deepseek.py and
 # modeling_nemotron_h.py
-OF_CODE_BESIDE = {"deepseek_v2": BALANCED_THERE, "nemotron_h": STEPS_UNCLAMPED}
+OF_CODE_BESIDE = {"deepseek_v2": BALANCED_THERE, "nemotron_h": NOTES["STEPS_UNCLAMPED"]}
 
 # models with tokenization_kimi.py, whose pat_str splits a text into other words than the pattern of
 # transformers' TikTokenConverter; Axolotl has a copy in model_support/kimi_linear

@@ -12,7 +12,7 @@ from finetune.constants import ALL_LINEAR
 from finetune.convert.as_read import starts_by_lora_ga
 from finetune.convert.chat_templates import MAYBE_THINKING
 from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
-from finetune.convert.counterparts import ToolFile
+from finetune.convert.counterparts import ToolFile, read_table
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.objectives import find_swifts_kind
 from finetune.convert.shared import EXPERTS_UNDER_4, describe_shares, has_linear_experts
@@ -26,33 +26,7 @@ SWIFT_TURNS = (
 
 # model/models: start of a name on ModelScope's hub (a pattern) -> what it is on Hugging Face's
 MODELS_ON_HUGGING_FACE = {
-    r"01ai/": "01-ai/",
-    r"AI-ModelScope/(?=aya-|c4ai-)": "CohereForAI/",
-    r"AI-ModelScope/(?=chinese-llama-)": "hfl/",
-    r"AI-ModelScope/(?=dbrx-)": "databricks/",
-    r"AI-ModelScope/(?=Llama-3.1-Nemotron-)": "nvidia/",
-    r"AI-ModelScope/(?=mamba-)": "state-spaces/",
-    r"AI-ModelScope/(?=Mistral-7B-v0.2-hf|WizardLM-2-8x)": "alpindale/",
-    r"AI-ModelScope/(?=Mixtral-8x22B-|pixtral-)": "mistral-community/",
-    r"AI-ModelScope/(?=Mixtral-8x7b-AQLM|Llama-2-7b-AQLM)": "ISTA-DASLab/",
-    r"(AI-ModelScope|LLM-Research)/(?=(Mistral|Ministral|Mixtral)-)": "mistralai/",
-    r"(AI-ModelScope|LLM-Research)/(?=gemma-)": "google/",
-    r"(AI-ModelScope|LLM-Research)/(?=[Pp]hi-)": "microsoft/",
-    r"LLM-Research/(?=Meta-Llama.*-(INT4|NF4)$)": "hugging-quants/",
-    r"LLM-Research/(?=Meta-Llama.*-bnb-4bit$)": "unsloth/",
-    r"LLM-Research/(?=(Meta-)?Llama-)": "meta-llama/",
-    r"MiniMax/": "MiniMaxAI/",
-    r"modelscope/(Llama-2-.*)-ms$": r"meta-llama/\1-hf",
-    r"modelscope/(?=zephyr-)": "HuggingFaceH4/",
-    r"nv-community/": "nvidia/",
-    r"openai-mirror/": "openai/",
-    r"PaddlePaddle/(?=ERNIE-)": "baidu/",
-    r"Shanghai_AI_Laboratory/": "internlm/",
-    r"swift/(?=Codestral-)": "mistralai/",
-    r"swift/(?=Meta-Llama-3-)": "study-hjt/",
-    r"swift/(?=Qwen3-)": "cognitivecomputations/",
-    r"Tencent-Hunyuan/": "tencent/",
-    r"ZhipuAI/": "zai-org/",
+    row["start"]: row["on_hugging_face"] for row in read_table("swift_models.csv")
 }
 # owners on ModelScope's hub that mirror models of others
 MIRRORS = re.compile(r"(AI-ModelScope|LLM-Research|iic|swift)/")
@@ -381,52 +355,16 @@ def _report_copies(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("new_special_tokens", added, ROWS_UNTRAINED)
 
 
-# last part of the name of a data set that dataset/dataset registers -> what a row becomes there
-REWRITTEN = {
-    "alpaca-gpt4-data-zh": "输入： at the start of an input is left out there",
-    "LongAlpaca-12k": "Answer: at the start of an answer is left out there",
-    "function-calling-chatml": (
-        "a system message is left out there, and function_description is read as the tools"
-    ),
-    "AdvertiseGen": (
-        "a question asks for advertisements in English there, and the rows of validation are "
-        "trained on too"
-    ),
-    "orpo-dpo-mix-40k": "rows whose source is toxic-dpo-v0.2 are left out there",
-    "shareAI-Llama3-DPO-zh-en-emoji": "the character U+FE0F, after some emoji, is left out there",
-}
-SELF_COGNITION = "self-cognition"
-# name of such a data set -> its name on Hugging Face's hub, by dataset/dataset
+# The data sets that dataset/dataset registers, by the last part of their names. A row has their
+# names there, the one on Hugging Face's hub, our keys, and how its rows are rewritten there. It
+# names columns too where ms-swift reads not all of them.
+DATA_SETS = {row["paths"].rpartition("/")[2]: row for row in read_table("swift_datasets.csv")}
+# name of such a data set -> its name on Hugging Face's hub
 ON_HUGGING_FACE = {
-    "AI-ModelScope/alpaca-gpt4-data-en": "vicgalle/alpaca-gpt4",
-    "AI-ModelScope/alpaca-gpt4-data-zh": "llm-wizard/alpaca-gpt4-data-zh",
-    "AI-ModelScope/LongAlpaca-12k": "Yukang/LongAlpaca-12k",
-    "AI-ModelScope/function-calling-chatml": "Locutusque/function-calling-chatml",
-    "AI-MO/NuminaMath-CoT": "AI-MO/NuminaMath-CoT",
-    "AI-ModelScope/orpo-dpo-mix-40k": "mlabonne/orpo-dpo-mix-40k",
-    "hjh0119/shareAI-Llama3-DPO-zh-en-emoji": "shareAI/DPO-zh-en-emoji",
-    "liucong/Chinese-DeepSeek-R1-Distill-data-110k-SFT": (
-        "Congliu/Chinese-DeepSeek-R1-Distill-data-110k-SFT"
-    ),
-    "lvjianjin/AdvertiseGen": "shibing624/AdvertiseGen",
-    "self-cognition": "modelscope/self-cognition",
-    "swift/self-cognition": "modelscope/self-cognition",
+    path: row["on_hugging_face"] for row in DATA_SETS.values() for path in row["paths"].split()
 }
-OF_ALPACA = ("alpaca-gpt4-data-en", "alpaca-gpt4-data-zh", "LongAlpaca-12k")
-# a data set whose rows also have numbers, such as a score, that ms-swift does not read
-BESIDE_NUMBERS = "Chinese-DeepSeek-R1-Distill-data-110k-SFT"
-# our keys for these rows
-OF_ALPACA_NAMED = {"type": "alpaca", "prompt_column": "instruction", "completion_column": "output"}
-# name of a data set -> our keys for its rows of a question and an answer, or two
-QUESTION_COLUMNS = {
-    "AdvertiseGen": {"prompt_column": "content", "completion_column": "summary"},
-    "self-cognition": {"prompt_column": "query", "completion_column": "response"},
-    "shareAI-Llama3-DPO-zh-en-emoji": {
-        "prompt_column": "question",
-        "chosen_column": "answer_zh",
-        "rejected_column": "answer_en",
-    },
-}
+COLUMNS = ("type", "prompt_column", "completion_column", "chosen_column", "rejected_column")
+SELF_COGNITION = "self-cognition"
 THERE_AS = "by ms-swift's own list {} on Hugging Face's hub"
 # SelfCognitionPreprocessor of dataset/dataset/llm.py: subset that ms-swift makes -> how it rewrites
 # rows
@@ -450,17 +388,13 @@ def adapt_rows(sources: list[dict[str, Any]], conversion: Conversion) -> None:
     for entry in sources:
         path = str(entry["path"])
         name = path.rpartition("/")[2]
-        if name in REWRITTEN:
-            conversion.add_difference("dataset", path, REWRITTEN[name])
-        if name in OF_ALPACA:
-            entry["type"] = "alpaca"
-        elif name == BESIDE_NUMBERS:
-            entry |= OF_ALPACA_NAMED
+        row = DATA_SETS.get(name, {})
+        if row.get("note"):
+            conversion.add_difference("dataset", path, row["note"])
+        entry |= {key: row[key] for key in COLUMNS if row.get(key)}
         entry["path"] = ON_HUGGING_FACE.get(path, path)
         if entry["path"] != path:
             conversion.add_remark("dataset", path, THERE_AS.format(entry["path"]))
-        if name in QUESTION_COLUMNS:
-            entry |= {"type": "messages", **QUESTION_COLUMNS[name]}
         subset = entry.get("name")
         if name == SELF_COGNITION and subset in SUBSETS:
             del entry["name"]

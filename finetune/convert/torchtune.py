@@ -13,7 +13,7 @@ from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import UNLIMITED, set_optimizers_defaults
 from finetune.convert.shared import IN_ORDER, MICRO_BATCHES_ALIKE, MLP_LAYERS
-from finetune.convert.value_conversion import Conversion, convert_targets, read_section
+from finetune.convert.value_conversion import Conversion, convert_targets, read_section, read_value
 
 AN_EPOCH_AT_MOST = (
     "an epoch that is shorter ends there; here max_steps counts on into the next one: remove it "
@@ -197,7 +197,7 @@ def _report_saved_adapters(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_shared_experts(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that tensor parallelism adds Llama 4's shared expert once for each rank of a row."""
-    plan = str(read_section(settings, "tensor_parallel_plan").get("_component_"))
+    plan = str(read_value(settings, "tensor_parallel_plan._component_"))
     ranks = settings.get("tensor_parallel_dim", 1)
     if plan.endswith("llama4.decoder_only_tp_plan") and isinstance(ranks, int) and ranks > 1:
         note = SHARED_EXPERT_ADDED.format(ranks, ranks)
@@ -217,18 +217,16 @@ def _name_models(settings: ToolFile, text: str, conversion: Conversion) -> None:
     hub_names = {folder.rstrip("/"): hub_name for hub_name, folder in DOWNLOAD.findall(text)}
     # a Llama's repository has Meta's own files in this folder
     hub_names |= {f"{folder}/original": hub_name for folder, hub_name in hub_names.items()}
-    folder = str(read_section(settings, "checkpointer").get("checkpoint_dir") or "")
+    folder = str(read_value(settings, "checkpointer.checkpoint_dir") or "")
     conversion.recipe["model_name_or_path"] = hub_names.get(folder.rstrip("/"), folder)
     if folder.rstrip("/") in hub_names:
         note = "downloaded there from this hub name, says the file"
         conversion.add_remark("checkpointer.checkpoint_dir", folder, note)
-    checkpointer = str(read_section(settings, "checkpointer").get("_component_"))
+    checkpointer = str(read_value(settings, "checkpointer._component_"))
     if checkpointer.endswith("MetaCheckpointer"):
         conversion.add_remark("checkpointer._component_", checkpointer, METAS_FILES)
     if "teacher_model" in settings:
-        teacher = str(
-            read_section(settings, "teacher_checkpointer").get("checkpoint_dir") or ""
-        ).rstrip("/")
+        teacher = str(read_value(settings, "teacher_checkpointer.checkpoint_dir") or "").rstrip("/")
         conversion.recipe["teacher_model_name_or_path"] = hub_names.get(teacher, teacher)
 
 

@@ -117,9 +117,19 @@ def find_method_facts(recipe: Mapping[str, Any]) -> MethodFacts:
 
 
 def read_section(settings: ToolFile, key: str) -> dict[str, Any]:
-    """Returns the mapping under `key`; an empty one if there is none."""
-    section = settings.get(key)
+    """Returns the mapping under a key, dotted where it is nested; an empty one if there is none."""
+    section = read_value(settings, key)
     return section if isinstance(section, dict) else {}
+
+
+def read_value(settings: ToolFile, key: str, default: Any = None) -> Any:
+    """Returns the value under a key, dotted where it is nested; `default` if there is none."""
+    value: Any = settings
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return default
+        value = value[name]
+    return value
 
 
 def convert_names(value: Any) -> list[str] | None:
@@ -284,19 +294,6 @@ def _convert_strategy(key: str, value: Any) -> Any:
     return name if name in STRATEGIES[key] else None
 
 
-def _convert_min_rate(key: str, value: Any, learning_rate: Any) -> Any:
-    """Returns a schedule's lowest rate as a share of `learning_rate`; None if that is no number.
-
-    Returns LEAVE without a learning rate: the default is set later.
-    """
-    if learning_rate is None:
-        return LEAVE
-    min_rate = read_number(key, value, "1e-6")
-    peak_rate = convert_number(learning_rate)
-    is_known = isinstance(peak_rate, int | float) and peak_rate
-    return round(min_rate / peak_rate, 9) if is_known else None
-
-
 def _convert_parameters(value: Any) -> list[str] | None:
     """Returns the parameters' names without torch's wrapper for activation checkpointing; None if
     the value has no names.
@@ -308,7 +305,8 @@ def _convert_parameters(value: Any) -> list[str] | None:
 # `Counterpart.carry` of a key -> what converts its value; `convert_value` has the other carries
 CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
     **dict.fromkeys(("same", "lora-only", "warmup"), convert_number),
-    "by-code": lambda value: LEAVE,
+    # the code of the other modules converts these
+    **dict.fromkeys(("by-code", "min-rate"), lambda value: LEAVE),
     "not": lambda value: not value if isinstance(value, bool) else None,
     "adapter": lambda value: {
         "lora": True,
@@ -344,8 +342,7 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
 
     Returns None if we have no such value, `LEAVE` if our default does the same.
 
-    `recipe` has the keys that are converted already: a schedule's lowest rate becomes a share of
-    its learning_rate.
+    `recipe` has the keys that are converted already: a schedule's arguments become one mapping.
     """
     match pair.carry:
         case "tracker":
@@ -362,6 +359,4 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return LEAVE
         case "steps":
             return _convert_steps(pair.key, value)
-        case "min-rate":
-            return _convert_min_rate(pair.key, value, recipe.get("learning_rate"))
     return CONVERTERS[pair.carry](value)

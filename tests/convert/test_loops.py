@@ -59,21 +59,16 @@ from finetune.convert.automodel import (
     HELD_OUT_UNBOUNDED,
     KEEPS_BIASES,
     LAST_ROWS_LEFT_OUT,
-    LATENTS_IN_06,
     LONGEST,
     MASKED_AS_FIRST,
     MAYBE_WIDENED,
     MEASURED_WITH_SAVES,
-    MIMO_IN_06,
-    MOVED_BIASES,
-    MOVED_BIASES_IN_06,
     NEXT_IN_PLACE,
     NORMS_OF_RANKS_IN_06,
     NOTHING_SAVED,
     OVERLONG_WAYS,
     PACKED_ROWS_UNMASKED,
     PADDED_ROWS,
-    RATES_IN_FP32,
     ROUNDED_BIASES,
     ROUTERS_IN_16_BITS,
     ROUTERS_IN_16_BITS_IN_06,
@@ -89,8 +84,6 @@ from finetune.convert.automodel import (
     SEES_LATER,
     SHUFFLED_BEFORE,
     SHUFFLED_ONCE,
-    SINKS_FROZEN,
-    STEPS_UNCLAMPED,
     UNEVEN_ROWS_LEFT_OUT,
     UNFILLED_LEFT_OUT,
     UNKNOWN_CLASS,
@@ -98,7 +91,6 @@ from finetune.convert.automodel import (
     UNREAD_IN_06,
     WARMUP_FROM_A_TENTH,
     WARMUP_OF_A_TENTH,
-    WEIGHTS_WITH_BIAS,
     WHERE_NO_ENGINE,
     WIDENED,
     WIDER_WINDOW,
@@ -150,6 +142,7 @@ from finetune.convert.conversion import (
     REDUCED_IN_16_BITS,
     convert_file,
 )
+from finetune.convert.counterparts import NOTES
 from finetune.convert.datasets import (
     AUTOMODEL_ENDS,
     CALLS_AS_TEXTS,
@@ -686,13 +679,13 @@ def test_automodels_batches_of_another_size_make_other_steps(
     [
         ("MiniMaxAI/MiniMax-M2.5", [ROUTERS_IN_32_BITS_SINCE_07, ROUNDED_BIASES]),
         ("poolside/Laguna-S-2.1", [ROUTERS_IN_32_BITS, ROUNDED_BIASES]),
-        ("XiaomiMiMo/MiMo-V2-Flash", [SINKS_FROZEN, MIMO_IN_06]),
+        ("XiaomiMiMo/MiMo-V2-Flash", [NOTES["SINKS_FROZEN"], NOTES["MIMO_IN_06"]]),
         ("google/gemma-4-26B-A4B-it", [ROUTERS_IN_32_BITS, SCALES_FOLDED]),
         ("google/gemma-4-31B-it", []),
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [STEPS_UNCLAMPED]),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", [NOTES["STEPS_UNCLAMPED"]]),
         ("org/own", [UNKNOWN_CLASS]),
-        ("zai-org/GLM-4.7-Flash", [LATENTS_IN_06]),
-        ("moonshotai/Moonlight-16B-A3B", [LATENTS_IN_06]),
+        ("zai-org/GLM-4.7-Flash", [NOTES["LATENTS_IN_06"]]),
+        ("moonshotai/Moonlight-16B-A3B", [NOTES["LATENTS_IN_06"]]),
         ("deepseek-ai/DeepSeek-V3", []),  # whose config has an rms_norm_eps of 1e-6
         ("meta-llama/Llama-3.1-8B", []),
     ],
@@ -708,13 +701,13 @@ def test_what_automodels_own_classes_do_with_attention_and_biases_is_said(
         ROUTERS_IN_32_BITS_SINCE_07,
         ROUTERS_IN_32_BITS,
         ROUNDED_BIASES,
-        SINKS_FROZEN,
-        MIMO_IN_06,
+        NOTES["SINKS_FROZEN"],
+        NOTES["MIMO_IN_06"],
         ROTATION_ROUNDED,
         SCALES_FOLDED,
         UNKNOWN_CLASS,
-        STEPS_UNCLAMPED,
-        LATENTS_IN_06,
+        NOTES["STEPS_UNCLAMPED"],
+        NOTES["LATENTS_IN_06"],
     )
     assert find() == lines
     assert find(force_hf=True) == []
@@ -1006,11 +999,11 @@ def test_automodel_quantizes_the_head_too(
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("zai-org/GLM-5.2", MOVED_BIASES),
-        ("zai-org/GLM-5.3-Flash", MOVED_BIASES),
-        ("moonshotai/Moonlight-16B-A3B", MOVED_BIASES),
-        ("deepseek-ai/DeepSeek-V3.2", MOVED_BIASES),
-        ("mistralai/Mistral-Small-4-119B-2603", MOVED_BIASES_IN_06),
+        ("zai-org/GLM-5.2", NOTES["MOVED_BIASES"]),
+        ("zai-org/GLM-5.3-Flash", NOTES["MOVED_BIASES"]),
+        ("moonshotai/Moonlight-16B-A3B", NOTES["MOVED_BIASES"]),
+        ("deepseek-ai/DeepSeek-V3.2", NOTES["MOVED_BIASES"]),
+        ("mistralai/Mistral-Small-4-119B-2603", NOTES["MOVED_BIASES_IN_06"]),
         ("zai-org/GLM-4.7-Flash", None),
         ("baidu/ERNIE-4.5-21B-A3B-PT", AUXILIARY.format(OTHER_EXPERTS["ernie4_5_moe"])),
         ("poolside/Laguna-S-2.1", AUXILIARY.format(OTHER_EXPERTS["laguna"])),
@@ -1023,8 +1016,8 @@ def test_what_automodels_own_classes_do_with_routers_is_said(
     name: str, line: str | None, convert: Convert
 ) -> None:
     lines = [
-        MOVED_BIASES,
-        MOVED_BIASES_IN_06,
+        NOTES["MOVED_BIASES"],
+        NOTES["MOVED_BIASES_IN_06"],
         *map(AUXILIARY.format, (BY_LAYER, *OTHER_EXPERTS.values())),
     ]
     text = said(convert(AUTOMODEL, model={"pretrained_model_name_or_path": name}))
@@ -1195,8 +1188,8 @@ def test_weights_of_recurrent_layers_that_automodel_keeps_in_float32_are_said(
     assert "A_log" not in "".join(strict)
     assert ("A_log" in read_family_source(guess_family(name) or "")) == is_said
     model = {"pretrained_model_name_or_path": name}
-    assert (RATES_IN_FP32 in said(convert(AUTOMODEL, model=model))) == is_said
-    assert RATES_IN_FP32 not in said(convert(AUTOMODEL, model={**model, "force_hf": True}))
+    assert (NOTES["RATES_IN_FP32"] in said(convert(AUTOMODEL, model=model))) == is_said
+    assert NOTES["RATES_IN_FP32"] not in said(convert(AUTOMODEL, model={**model, "force_hf": True}))
 
 
 @pytest.mark.parametrize(
@@ -1668,7 +1661,7 @@ def test_automodels_kimi_linear_weighs_experts_with_the_routers_biases(convert: 
     """Beside transformers' own router, which leaves the biases out of the weights."""
     for name in (KIMI, MOONLIGHT):
         text = said(convert(AUTOMODEL, model=MODEL | {"pretrained_model_name_or_path": name}))
-        assert (WEIGHTS_WITH_BIAS in text) == (name == KIMI)
+        assert (NOTES["WEIGHTS_WITH_BIAS"] in text) == (name == KIMI)
     config = KimiLinearConfig(hidden_size=4, num_local_experts=4, num_experts_per_tok=2, n_group=1)
     router = KimiLinearTopkRouter(config)
     router.e_score_correction_bias += torch.tensor([3.0, 1.0, 0.0, 0.0])
@@ -1734,7 +1727,7 @@ def test_the_steps_of_the_code_beside_nemotron_h_are_said_once(
     """AutoModel runs that code where trust_remote_code is true; a run here has transformers' class."""
     if file is AUTOMODEL:
         keys = {"model": MODEL | {"pretrained_model_name_or_path": NEMOTRON} | keys}
-    assert said(convert(file, **keys)).count(STEPS_UNCLAMPED) == is_said
+    assert said(convert(file, **keys)).count(NOTES["STEPS_UNCLAMPED"]) == is_said
 
 
 @pytest.mark.parametrize(

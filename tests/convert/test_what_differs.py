@@ -20,10 +20,6 @@ from finetune.config.module_names import is_within
 from finetune.config.schema import recipe_keys
 from finetune.convert.automodel import (
     ENDS_WITH_EPOCHS,
-    INDEXED_OTHERWISE,
-    INDEXED_OTHERWISE_IN_06,
-    LATENTS,
-    LATENTS_IN_06,
     LATER_TOKENS_PREDICTED,
     LONG_ROWS_CUT_IN_BATCHES,
     SAVED_IN_EPOCHS,
@@ -80,6 +76,7 @@ from finetune.convert.chat_templates import (
     TOOLS_IN_ITS_WORDS,
 )
 from finetune.convert.conversion import convert_file
+from finetune.convert.counterparts import NOTES
 from finetune.convert.datasets import ALPACA_SAVED, REPEATED, WITHOUT_TEMPLATE
 from finetune.convert.defaults import UNLIMITED_NOTE
 from finetune.convert.factory import (
@@ -1489,14 +1486,19 @@ def test_what_mistral_common_and_glms_indexer_do_otherwise_is_said(convert: Conv
     assert RESIZED_BY_COMMON in seen and RESIZED not in seen and COLUMN_REFUSED in seen
     model = {"_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained"}
     named = {
-        "zai-org/GLM-5.2": [INDEXED_OTHERWISE, LATENTS_IN_06],
-        "/path/to/deepseek-v32": [INDEXED_OTHERWISE_IN_06, LATENTS],
-        "deepseek-ai/DeepSeek-V3.2": [INDEXED_OTHERWISE_IN_06, LATENTS],
+        "zai-org/GLM-5.2": [NOTES["INDEXED_OTHERWISE"], NOTES["LATENTS_IN_06"]],
+        "/path/to/deepseek-v32": [NOTES["INDEXED_OTHERWISE_IN_06"], NOTES["LATENTS"]],
+        "deepseek-ai/DeepSeek-V3.2": [NOTES["INDEXED_OTHERWISE_IN_06"], NOTES["LATENTS"]],
         "Qwen/Qwen3-8B": [],
     }
     for name, lines in named.items():
         text = said(convert(NEMO, model=model | {"pretrained_model_name_or_path": name}))
-        known = (INDEXED_OTHERWISE, INDEXED_OTHERWISE_IN_06, LATENTS, LATENTS_IN_06)
+        known = (
+            NOTES["INDEXED_OTHERWISE"],
+            NOTES["INDEXED_OTHERWISE_IN_06"],
+            NOTES["LATENTS"],
+            NOTES["LATENTS_IN_06"],
+        )
         assert [each for each in known if each in text] == lines
 
 
