@@ -52,7 +52,7 @@ from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
-from finetune.convert.foreign_values import WrongValue, convert_number, read_number
+from finetune.convert.foreign_values import WrongValue, as_json, convert_number, read_number
 from finetune.convert.image_models import find_images
 from finetune.convert.model_names import BITSANDBYTES_MODEL, guess_family, is_mixture
 from finetune.convert.numbers import report_numbers
@@ -495,8 +495,7 @@ def _convert_key(
         pair = Counterpart(key, key)
     if pair is None:
         _report_unknown(key, value, known, conversion)
-    elif not pair.has_effect or json.dumps(value, default=str).strip('"') in pair.usual:
-        # the table has the usual values, which ask for what is done here anyway, in JSON
+    elif not pair.has_effect or as_json(value) in pair.usual:
         conversion.ignored.append(key)
     elif value is None or value == "":
         # without a value a key asks for the default; but null turns clipping off, except in
