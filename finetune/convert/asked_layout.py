@@ -16,6 +16,8 @@ from finetune.convert.value_conversion import read_section, read_value
 from finetune.units import counted
 
 Precision = Literal["no", "bf16", "fp16"]
+# mixed_precision -> the dtype in which matrices are multiplied
+COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 AskedSharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
 # an FSDP file of Accelerate in the launch command of a LLaMA-Factory or ms-swift file
 LAUNCHED_FSDP = re.compile(r"--config_file[ =](\S*fsdp\S*)")
@@ -180,7 +182,7 @@ def _read_trainers_file(tool: Tool, settings: ToolFile, text: str) -> AskedLayou
         launched_file = launched[1]
         sharding = "offload" if "offload" in launched_file else "full"
     precision = _find_precision(tool, settings)
-    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    fsdp_config = _read_fsdp_config(settings)
     # on by default, but for Axolotl; LLaMA-Factory reads `disable_gradient_checkpointing` instead
     checkpoints = (
         tool == "LLaMA-Factory"
@@ -242,14 +244,14 @@ def is_first_fsdp(settings: ToolFile) -> bool:
 
     A file asks by the version, or without one by the list of options under `fsdp`.
     """
-    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    fsdp_config = _read_fsdp_config(settings)
     version = settings.get("fsdp_version") or fsdp_config.get("version")
     return str(version) == "1" or (version is None and bool(settings.get("fsdp")))
 
 
 def has_flat_parameters(settings: ToolFile) -> bool:
     """Whether an Axolotl file asks for FSDP1 with one flat parameter for all weights of a layer."""
-    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    fsdp_config = _read_fsdp_config(settings)
     return is_first_fsdp(settings) and fsdp_config.get("use_orig_params") is False
 
 
@@ -342,7 +344,7 @@ def _read_fsdp(settings: ToolFile) -> AskedSharding:
     else:
         # ms-swift has the path of a file here: its folders' names say nothing
         options = str(fsdp or "").split("/")[-1]
-    fsdp_config = _drop_prefix(read_section(settings, "fsdp_config"))
+    fsdp_config = _read_fsdp_config(settings)
     strategy = str(fsdp_config.get("sharding_strategy", "")).upper()
     if not options and not fsdp_config:
         return "none"
@@ -438,8 +440,9 @@ def _find_automodel_sharding(distributed: Mapping[str, Any]) -> AskedSharding:
     return "full"
 
 
-def _drop_prefix(config: Mapping[Any, Any]) -> dict[str, Any]:
-    """Drops the prefix "fsdp_" from keys, which files have with it and without."""
+def _read_fsdp_config(settings: ToolFile) -> dict[str, Any]:
+    """Returns `fsdp_config` without the prefix "fsdp_", which files have in its keys and not."""
+    config = read_section(settings, "fsdp_config")
     return {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
 
 

@@ -266,7 +266,7 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     has_several_rows = isinstance(rows, int) and rows > 1
     if is_thd and has_several_rows and _may_join_documents(settings):
         note = DOCUMENTS_NOT_APART
-        if _has_dense_class(settings) and "attn" not in _read_backend(settings):
+        if _has_dense_class(settings) and "attn" not in read_section(settings, "model.backend"):
             note = f"{WHERE_NO_ENGINE}{note}"
         conversion.add_difference("step_scheduler.local_batch_size", rows, note)
     if is_thd:
@@ -336,7 +336,7 @@ def _may_join_documents(settings: ToolFile) -> bool:
     documents apart. Without it, dense ones have that of transformers.
     """
     family = guess_family(name_model(settings))
-    backend = _read_backend(settings)
+    backend = read_section(settings, "model.backend")
     has_flash = read_value(settings, "model.attn_implementation") not in NOT_FLASH
     if _has_dense_class(settings):
         return has_flash and backend.get("attn") != "te"
@@ -353,11 +353,6 @@ def _has_dense_class(settings: ToolFile) -> bool:
     """Whether Automodel loads one of its own classes of dense models."""
     has_family = guess_family(name_model(settings)) in OWN_DENSE_FAMILIES
     return has_family and not is_of_transformers(settings)
-
-
-def _read_backend(settings: ToolFile) -> Mapping[str, Any]:
-    """Returns the section of the model's kernels, an own class's alone; empty without one."""
-    return read_section(settings, "model.backend")
 
 
 # families whose own class gives Gate, of components/moe/layers.py, no dtype by default
@@ -536,8 +531,9 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
     asked_dtype = model.get("torch_dtype", "auto")
     family = guess_vision_family(name) if has_tower(name) else guess_family(name)
     has_own_class = _is_of_own_family(name)
-    if is_mixture(name):
-        _report_router_weights(str(family), settings, conversion)
+    keeps_gates = is_mixture(name) and not is_of_transformers(settings)
+    if family in GATES_IN_FP32 and keeps_gates:
+        conversion.add_difference("model", name, GATES_IN_FP32[family])
     if asked_dtype == "auto":
         optimizer = str(read_value(settings, "optimizer._target_"))
         # distillation in 0.6 trained in float32 with torch's optimizers
@@ -548,12 +544,6 @@ def report_loaded_dtype(settings: ToolFile, conversion: Conversion) -> None:
         is_known = family is not None or model.get("force_hf")
         note = WIDENED if is_known else MAYBE_WIDENED
         conversion.add_remark("model.torch_dtype", asked_dtype, note)
-
-
-def _report_router_weights(family: str, settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that an own class keeps routers' weights in float32, where others are bfloat16."""
-    if family in GATES_IN_FP32 and not is_of_transformers(settings):
-        conversion.add_difference("model", name_model(settings), GATES_IN_FP32[family])
 
 
 def _defers_reduction(settings: ToolFile) -> bool:
@@ -623,7 +613,9 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("model", name, NOTES["LATENTS_IN_06"])
     if family in FAMILIES_PREDICTING_AHEAD and _predicts_ahead(settings):
         conversion.add_difference("model", name, LATER_TOKENS_PREDICTED)
-    if _rounds_frequencies(family, settings, conversion):
+    # initialize_weights of Mistral 4 with images
+    loads_fp32 = "32" in str(read_value(settings, "model.torch_dtype"))
+    if family == "mistral4" and conversion.images and not loads_fp32:
         conversion.add_difference("model", name, ROTATION_ROUNDED)
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
         conversion.add_difference("model", name, SCALES_FOLDED)
@@ -634,16 +626,6 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
     )
     if guess_family(name) is None and not is_for_images:
         conversion.remarks.append(UNKNOWN_CLASS)
-
-
-def _rounds_frequencies(family: str, settings: ToolFile, conversion: Conversion) -> bool:
-    """Whether Automodel's own class rounds the frequencies of rotary positions to 16 bits.
-
-    Mistral 4 with images does, at the end of its initialize_weights, unless its weights are in
-    float32.
-    """
-    is_in_32_bits = "32" in str(read_value(settings, "model.torch_dtype"))
-    return family == "mistral4" and bool(conversion.images) and not is_in_32_bits
 
 
 def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 from finetune.config.facts import find_linear_layers, read_family_source
 from finetune.config.optimization import OPTIMIZERS
-from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import ALL_LINEAR
 from finetune.convert.as_read import CUSTOM_OPTIMIZERS
 from finetune.convert.asked_layout import count_sharing_ranks, is_first_fsdp
@@ -412,7 +411,7 @@ def _report_axolotl_rows(settings: ToolFile, conversion: Conversion) -> None:
     if packs and (has_plain_texts or trains_prompts or settings.get("pretraining_dataset")):
         conversion.remarks.append(FIRST_TRAINED)
     holds_out = settings.get("val_set_size") or settings.get("test_datasets")
-    is_measured = holds_out and {"eval_steps", "eval_strategy"} & conversion.recipe.keys()
+    is_measured = holds_out and conversion.is_measured
     if packs and settings.get("eval_sample_packing") is False and is_measured:
         conversion.remarks.append(LAST_UNMEASURED)
 
@@ -582,7 +581,7 @@ def _report_family(settings: ToolFile, family: str | None, conversion: Conversio
         if settings.get("lora_target_linear"):
             conversion.add_difference("lora_target_linear", True, EXPERTS_ADAPTED)
     _remove_end_of_thought(family, conversion)
-    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    load_key = conversion.load_key
     if load_key and family == "falcon_h1":
         conversion.add_difference(load_key, True, OUT_PROJECTION)
     if load_key == "load_in_8bit" and family == "jamba":

@@ -6,10 +6,14 @@
 import re
 
 from finetune.config.facts import read_family_source
-from finetune.config.quantization import LOAD_KEYS
 from finetune.config.schema import recipe_keys
 from finetune.constants import HEADS
-from finetune.convert.asked_layout import AskedLayout, find_zero_stage, has_flat_parameters
+from finetune.convert.asked_layout import (
+    COMPUTE_DTYPES,
+    AskedLayout,
+    find_zero_stage,
+    has_flat_parameters,
+)
 from finetune.convert.automodel import adapt_automodel, has_stages, report_loaded_dtype
 from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotls_adapters
 from finetune.convert.chat_templates import shows_images
@@ -101,7 +105,7 @@ def _report_quantized_base(settings: ToolFile, conversion: Conversion) -> None:
     before it is quantized.
     """
     tool = conversion.tool
-    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    load_key = conversion.load_key
     if load_key is None:
         return
     # Axolotl's trainers of pairs are TRL's
@@ -197,10 +201,10 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
     A remark where the file names no stage: the file of the launch, which is not read, may.
     """
     recipe = conversion.recipe
-    is_quantized = any(map(recipe.get, LOAD_KEYS))
     dtype = settings.get("dtype", settings.get("torch_dtype"))
     is_in_16_bits = dtype in ("bfloat16", "auto")
-    if conversion.tool != "TRL" or not recipe.get("use_peft") or is_quantized or not is_in_16_bits:
+    has_adapters = conversion.tool == "TRL" and recipe.get("use_peft")
+    if not has_adapters or conversion.load_key or not is_in_16_bits:
         return
     stage = find_zero_stage(settings.get("deepspeed"))
     if stage == 3:
@@ -209,9 +213,8 @@ def _report_adapters_under_zero_3(settings: ToolFile, conversion: Conversion) ->
         conversion.add_remark("use_peft", True, ADAPTERS_UNDER_ZERO_3)
 
 
-# mixed_precision -> the dtype in which matrices are multiplied
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
-LOADING_IN_COMPUTE_DTYPE = ("Axolotl", "ms-swift")  # tools that load the weights in that dtype
+# tools that load the weights in the dtype in which matrices are multiplied
+LOADING_IN_COMPUTE_DTYPE = ("Axolotl", "ms-swift")
 # save_model of transformers' Trainer, and get_state_dict of Accelerate
 SAVED_BY_LAUNCH = (
     "export_dtype: the trained weights are saved in float32 there under FSDP, in 16 bits under "
@@ -498,7 +501,7 @@ def report_evaluation(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     if not {"eval_datasets", "eval_split_size"} & recipe.keys():
         return
-    is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
+    is_measured = conversion.is_measured
     evaluates_at_end = conversion.tool == "Automodel" or settings.get("do_eval")
     if not is_measured and not evaluates_at_end:
         conversion.remarks.append(NOT_MEASURED)

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from finetune.config.facts import read_family_source
-from finetune.convert.asked_layout import COMMAND, read_layout
+from finetune.convert.asked_layout import COMMAND, COMPUTE_DTYPES, read_layout
 from finetune.convert.base_model import CHATMLS, CHATMLS_OWN
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.model_names import guess_family, name_model
@@ -151,8 +151,6 @@ COMPUTE_KEYS = (
     "bnb_config_kwargs.bnb_4bit_compute_dtype",
     "quantization.bnb_4bit_compute_dtype",
 )
-# mixed_precision -> the dtype in which layers multiply here
-COMPUTE_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "no": "float32"}
 OTHER_COMPUTE = "layers of 4 bits multiply in this dtype there, in {} here"
 
 
@@ -171,8 +169,8 @@ def report_values(settings: ToolFile, text: str, conversion: Conversion) -> None
         _report_unread(settings, text, conversion)
     elif conversion.tool == "Automodel":
         _report_automodel(settings, conversion)
-    is_measured = {"eval_steps", "eval_strategy"} & recipe.keys()
-    if conversion.tool == "TRL" and find_method_facts(recipe).samples and is_measured:
+    samples = find_method_facts(recipe).samples
+    if conversion.tool == "TRL" and samples and conversion.is_measured:
         conversion.remarks.append(HELD_OUT_SAMPLED)
     _report_balance(settings, conversion)
     _report_new_rows(settings, conversion)

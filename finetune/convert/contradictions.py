@@ -97,7 +97,7 @@ def _drop_evaluation(conversion: Conversion) -> None:
         for key in ("eval_steps", "eval_strategy"):
             if recipe.pop(key, None) is not None:
                 conversion.remarks.append(f"{key} is dropped: no rows are held out")
-    if not {"eval_steps", "eval_strategy"} & recipe.keys():
+    if not conversion.is_measured:
         for key in ("early_stopping_patience", "keep_best_checkpoint"):
             if recipe.pop(key, None) is not None:
                 conversion.differences.append(f"{key} is dropped: it needs eval_steps here")

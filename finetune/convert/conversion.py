@@ -5,7 +5,7 @@ import difflib
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +13,7 @@ from typing import Any, get_args
 from finetune.config.facts import has_fused_experts
 from finetune.config.keys import keys_of
 from finetune.config.methods import METHODS
-from finetune.config.quantization import LOAD_KEYS, QLORA
+from finetune.config.quantization import QLORA
 from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, recipe_keys
 from finetune.config.yaml_file import COMMAND_LINE, find_yaml, write_yaml
@@ -52,7 +52,7 @@ from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
-from finetune.convert.foreign_values import WrongValue, convert_number, read_number
+from finetune.convert.foreign_values import WrongValue, as_json, convert_number, read_number
 from finetune.convert.image_models import find_images
 from finetune.convert.model_names import BITSANDBYTES_MODEL, guess_family, is_mixture
 from finetune.convert.numbers import report_numbers
@@ -436,7 +436,7 @@ def _adapt_lowest_rate(
 def _report_quantized_experts(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that the base's experts are quantized here, if the tool leaves them in 16 bits."""
     name = str(conversion.recipe.get("model_name_or_path"))
-    load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
+    load_key = conversion.load_key
     if BITSANDBYTES_MODEL.search(name.lower()):
         return  # its experts are in 4 bits already: see EXPERTS_DEQUANTIZED
     family = guess_family(name) or ""
@@ -495,8 +495,7 @@ def _convert_key(
         pair = Counterpart(key, key)
     if pair is None:
         _report_unknown(key, value, known, conversion)
-    elif not pair.has_effect or json.dumps(value, default=str).strip('"') in pair.usual:
-        # the table has the usual values, which ask for what is done here anyway, in JSON
+    elif not pair.has_effect or as_json(value) in pair.usual:
         conversion.ignored.append(key)
     elif value is None or value == "":
         # without a value a key asks for the default; but null turns clipping off, except in
@@ -557,8 +556,7 @@ def _set_key(key: str, value: Any, pair: Counterpart, conversion: Conversion) ->
     if is_switch and ours in (0, 1):
         ours = bool(ours)
     conversion.recipe |= _make_entries(value, ours, pair)
-    if pair.carry in SIDE_EFFECTS:
-        SIDE_EFFECTS[pair.carry](key, value, conversion)
+    _apply_side_effects(key, value, pair, conversion)
     if pair.inexact:
         conversion.add_remark(key, value, pair.note)
 
@@ -580,31 +578,22 @@ def _make_entries(value: Any, ours: Any, pair: Counterpart) -> dict[str, Any]:
     return {str(pair.ours): None if ours == "null" else ours}
 
 
-# The functions of `SIDE_EFFECTS` follow. Each gets the key and the value of the other tool's file.
-
-
-def _train_adapters(key: str, value: Any, conversion: Conversion) -> None:
-    """Turns adapters on by a key that only LoRA has."""
-    conversion.recipe["use_peft"] = True
-
-
-def _quantize_base(key: str, value: Any, conversion: Conversion) -> None:
-    """Adds the quantization of the base under `adapter: qlora`."""
-    if value == "qlora":
-        conversion.recipe |= QLORA
-
-
-def _note_8_bits(key: str, value: Any, conversion: Conversion) -> None:
-    """Remarks on a base in 8 bits."""
-    if value == 8:
-        conversion.add_remark(key, value, NOTES["INT8"])
-
-
-def _stop_warmup(key: str, value: Any, conversion: Conversion) -> None:
-    """Turns the warm-up off under transformers' "constant", which has none."""
-    if str(value) == "constant" and conversion.tool != "Automodel":
-        conversion.recipe["warmup_steps"] = 0
-        conversion.recipe.pop("warmup_ratio", None)
+def _apply_side_effects(key: str, value: Any, pair: Counterpart, conversion: Conversion) -> None:
+    """Sets and reports what a value asks for besides our key of `pair`."""
+    recipe = conversion.recipe
+    match pair.carry:
+        case "lora-only":
+            recipe["use_peft"] = True
+        case "adapter" if value == "qlora":
+            recipe |= QLORA
+        case "bits" if value == 8:
+            conversion.add_remark(key, value, NOTES["INT8"])
+        case "schedule" if str(value) == "constant" and conversion.tool != "Automodel":
+            # transformers' "constant" has no warm-up
+            recipe["warmup_steps"] = 0
+            recipe.pop("warmup_ratio", None)
+        case "optimizer":
+            _note_optimizer(key, value, conversion)
 
 
 def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
@@ -619,16 +608,6 @@ def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
     for pattern, note in OTHER_ADAMWS.items():
         if re.search(pattern, class_name):
             conversion.add_difference(key, value, note)
-
-
-# kind of conversion (`carry`) -> what it does besides setting our key
-SIDE_EFFECTS: Mapping[str, Callable[[str, Any, Conversion], None]] = {
-    "lora-only": _train_adapters,
-    "adapter": _quantize_base,
-    "bits": _note_8_bits,
-    "schedule": _stop_warmup,
-    "optimizer": _note_optimizer,
-}
 
 
 def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:

@@ -6,51 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert.counterparts import DATA_SET_KEYS, Tool, list_counterparts
-from finetune.convert.foreign_values import shorten
+from finetune.convert.foreign_values import as_json, shorten
 from finetune.convert.value_conversion import Conversion, find_method_facts
 from finetune.errors import UserError
 
 # our role -> the names in other tools' files that mean it
 SAME_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}
-# a key of a data set -> the values that ask for what is done here anyway
-USUAL: Mapping[str, tuple[Any, ...]] = {
-    "roles_to_train": ("assistant", ["assistant"], ["gpt"]),
-    "train_on_eos": ("turn",),
-    "train_on_eot": ("turn",),
-    "message_field_training": ("train", "weight"),
-    "message_field_role": ("role", "from"),
-    "message_field_content": ("content", "value"),
-    "message_property_mappings.role": ("role", "from"),
-    "message_property_mappings.content": ("content", "value"),
-    "tags.role_tag": ("role", "from"),
-    "tags.content_tag": ("content", "value"),
-    "tags.user_tag": ("user", "human"),
-    "tags.assistant_tag": ("assistant", "gpt"),
-    "tags.observation_tag": ("tool", "observation"),
-    "tags.function_tag": ("function_call",),
-    "tags.system_tag": ("system",),
-    "columns.tools": ("tools",),
-    "field_tools": ("tools",),
-    "columns.images": ("images", "image"),
-    "conversation_style": ("sharegpt", "openai"),
-    "answer_only_loss_mask": (True,),
-    "add_eos": (True,),
-    "template_thinking_key": ("thinking",),
-    "field_thinking": ("thinking",),
-    "data_files": ([],),
-}
-# Keys that are never reported as unread: padding, packing and the length, which are keys of the
-# whole recipe here, the tokenizer, which is the model's, and the type of the data files.
-NO_EFFECT = (
-    "padding",
-    "truncation",
-    "pad_to_max_length",
-    "seq_length",
-    "tokenizer",
-    "start_of_turn_token",
-    "packed",
-    "ds_type",
-)
 ASKING_WHEN_EMPTY = ("roles_to_train",)  # an empty list trains no role
 # values of path that name no data set: data_files then lists the files
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")
@@ -100,30 +61,32 @@ class DataSetEntry:
 
     def list_unread(self, tool: Tool) -> list[str]:
         """Lists a line for each unread key, except those that ask for what is done here anyway."""
-        notes = {pair.key: pair.note for pair in list_counterparts(tool, DATA_SET_KEYS)}
+        pairs = {pair.key: pair for pair in list_counterparts(tool, DATA_SET_KEYS)}
         lines = []
         for key, value in self.unread.items():
             section = key.split(".")[0]
             names = (key, key.split(".")[-1], section)
-            note = next((notes[name] for name in names if name in notes), None)
+            pair = next((pairs[name] for name in names if name in pairs), None)
+            usual = pairs[key].usual if key in pairs else ()
             # false asks for nothing under a known key, unless true is what is done here
-            is_off = value is False and note is not None and True not in USUAL.get(key, ())
+            is_off = value is False and pair is not None and "true" not in usual
             is_empty = value in (None, "", [], {}) and (
                 value is None or key not in ASKING_WHEN_EMPTY
             )
-            asks_for_nothing = is_empty or is_off
-            if section not in NO_EFFECT and not asks_for_nothing and not _is_usual(key, value):
+            is_ignored = section in pairs and not pairs[section].has_effect
+            is_usual = as_json(value) in usual or _names_role(key, value)
+            if not (is_off or is_empty or is_ignored or is_usual):
+                note = pair.note if pair is not None else ""
                 lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
         return lines
 
 
-def _is_usual(key: str, value: Any) -> bool:
-    """Whether a value asks for what is done here anyway."""
-    if key.startswith("roles."):
-        role = key.removeprefix("roles.")
-        names = value if isinstance(value, list) else [value]
-        return {str(name) for name in names} <= {role, *SAME_ROLES.get(role, ())}
-    return value in USUAL.get(key, ())
+def _names_role(key: str, value: Any) -> bool:
+    """Whether a key `roles.ROLE` has that role's own names alone."""
+    section, _, role = key.partition(".")
+    names = value if isinstance(value, list) else [value]
+    own_names = {role, *SAME_ROLES.get(role, ())}
+    return section == "roles" and own_names.issuperset(map(str, names))
 
 
 Sources = list[dict[str, Any]]  # entries of our `datasets` or `eval_datasets`

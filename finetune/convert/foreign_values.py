@@ -29,6 +29,11 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def as_json(value: Any) -> str:
+    """Returns a value as the tables of keys have it: in JSON, a text without its quotes."""
+    return json.dumps(value, default=str).strip('"')
+
+
 def convert_number(value: Any) -> Any:
     """Converts text that is a number, as YAML 1.1 reads 2e-5; returns any other value unchanged.
 

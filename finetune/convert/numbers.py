@@ -320,9 +320,7 @@ def _holds_texts(settings: ToolFile) -> bool:
 def _report_clipping(settings: ToolFile, conversion: Conversion) -> None:
     """Reports a clipping bound of 0, by which torch's clip_grad_norm_ multiplies the gradients."""
     key = CLIPPING_KEYS.get(conversion.tool)
-    bound = settings.get("clip_grad_norm")
-    if isinstance(bound, dict):  # Automodel's section
-        bound = bound.get("max_norm")
+    bound = read_value(settings, key) if key else None
     if key and bound is not None and convert_number(bound) == 0:
         conversion.add_difference(key, bound, ALL_CLIPPED)
 

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from finetune.config.compatibility import TRACKERS
 from finetune.config.methods import DEFAULT_METHOD, METHODS, MethodFacts
 from finetune.config.optimization import convert_optimizer
+from finetune.config.quantization import LOAD_KEYS
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import Counterpart, Tool, ToolFile
@@ -37,6 +38,16 @@ class Conversion:
     excluded_layers: frozenset[str] = frozenset()
     # capabilities that we lack, and that some of the differences are due to
     missing_capabilities: list[str] = field(default_factory=list)
+
+    @property
+    def load_key(self) -> str | None:
+        """The recipe's key that quantizes the base, such as load_in_4bit; None without one."""
+        return next((key for key in LOAD_KEYS if self.recipe.get(key)), None)
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the recipe says when held-out rows are measured."""
+        return not self.recipe.keys().isdisjoint(("eval_steps", "eval_strategy"))
 
     def add_difference(self, key: str, value: Any, note: str, missing_capability: str = "") -> None:
         """Reports that the tool's `key: value` works differently here, or needs a capability that
