@@ -345,8 +345,8 @@ HEAD_PASSED_BY = (
 
 
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the loss of a step is another mean, and where a fused loss ignores the head's
-    adapter or the multiplier of its scores.
+    """Reports where the loss of a step is another mean, where a fused loss ignores the head's
+    adapter or the multiplier of its scores, and where Liger rotates otherwise than the config says.
     """
     trains_answers = find_method_facts(conversion.recipe).rows == "answers"
     targets = conversion.recipe.get("lora_target_modules")
@@ -364,17 +364,9 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(key, True, UNMULTIPLIED)
     if conversion.tool == "TRL" and trains_answers and has_own_loss(name_model(settings)):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
-
-
-# keys that switch Liger's rotation on
-LIGERS_ROTATION = FUSED_LOSSES | {"Axolotl": "liger_rope"}
-
-
-def report_rotation(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that Liger's kernel rotates queries and keys otherwise than the config says."""
-    key = LIGERS_ROTATION.get(conversion.tool, "")
-    if settings.get(key) and ROTATED_IN_PART.search(name_model(settings).lower()):
-        conversion.add_difference(key, True, ROTATED_WHOLE)
+    rotation_key = "liger_rope" if conversion.tool == "Axolotl" else key
+    if settings.get(rotation_key) and ROTATED_IN_PART.search(name_model(settings).lower()):
+        conversion.add_difference(rotation_key, True, ROTATED_WHOLE)
 
 
 # get_decay_parameter_names of transformers' Trainer spares norms and biases, but not these
@@ -397,7 +389,6 @@ RESIZED = (
     "images: resized by torchvision there, its default, and by Pillow here, which rounds some "
     "pixels otherwise"
 )
-FAMILIES_BY_TORCHVISION = ("llama4",)  # they have no other backend, here neither
 # CLIPImageTransform of torchtune's models/clip
 RESIZED_IN_16_BITS = (
     "images: turned into bfloat16 there before they are resized and normalized; here resized in 8 "
@@ -440,7 +431,7 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
     elif conversion.tool == "torchtune":
         if shows_images(settings):
             conversion.remarks.append(RESIZED_IN_16_BITS)
-    elif conversion.images and conversion.images not in FAMILIES_BY_TORCHVISION:
+    elif conversion.images not in (None, "llama4"):  # which has no other backend here either
         conversion.remarks.append(RESIZED)
     is_bounded = (
         conversion.tool == "LLaMA-Factory"

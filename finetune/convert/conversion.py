@@ -37,7 +37,6 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
-    report_rotation,
 )
 from finetune.convert.by_value import report_values
 from finetune.convert.chat_templates import (
@@ -109,7 +108,11 @@ def convert_command(arguments: argparse.Namespace) -> int:
             f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong
         )
     if arguments.output:
-        _write_files(Path(arguments.output), text, conversion.accelerate_file, arguments.overwrite)
+        output = Path(arguments.output)
+        if conversion.accelerate_file is not None:
+            path = accelerate_path(output)
+            _write_file(path, conversion.accelerate_file, arguments.overwrite)
+        _write_file(output, text, arguments.overwrite)
     else:
         print(text, end="")
     to_do = [f"to do: {problem}" for problem in [*problems, *conversion.to_do]]
@@ -127,13 +130,6 @@ def convert_command(arguments: argparse.Namespace) -> int:
 def _name_source(source: Path) -> str:
     """Returns the name of the file, or says that the source is a command line."""
     return source.name if source.is_file() else "a command line"
-
-
-def _write_files(output: Path, recipe: str, accelerate_file: str | None, overwrite: bool) -> None:
-    """Writes the texts of the recipe and, if it needs one, of the Accelerate file beside it."""
-    if accelerate_file is not None:
-        _write_file(accelerate_path(output), accelerate_file, overwrite)
-    _write_file(output, recipe, overwrite)
 
 
 def accelerate_path(recipe: Path) -> Path:
@@ -368,7 +364,6 @@ def _convert(file: LoadedFile) -> Conversion:
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
-    report_rotation(settings, conversion)
     report_mlp_kernel(settings, conversion)
     report_magnitudes(conversion)
     report_values(settings, text, conversion)

@@ -73,9 +73,6 @@ WINDOWED = (
     "mimo_v2_flash",
     "olmo3",
 )
-# (value of flash_attn, family) that takes flash attention too, by configure_attn_implementation of
-# model/model_utils/attention.py
-TAKES_FLASH = (("auto", "gemma2"),)
 # encode_multiturn of ReasoningTemplate in data/template.py; true is the default
 UNTRAINED_THOUGHT = (
     "an empty thought that the template puts before an answer without one is not trained there, as "
@@ -357,7 +354,8 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         return
     family = guess_family(name_model(settings))
     attention = settings.get("flash_attn", "auto")
-    is_flash = attention == "fa2" or (attention, family) in TAKES_FLASH
+    # configure_attn_implementation of model/model_utils/attention.py
+    is_flash = attention == "fa2" or (attention == "auto" and family == "gemma2")
     if family in WINDOWED and not is_flash:
         conversion.add_difference("neat_packing", True, NEAT_WITHOUT_WINDOWS)
 

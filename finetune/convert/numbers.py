@@ -264,8 +264,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_copies(conversion)
     _report_row_texts(settings, conversion)
     _report_prompts(settings, conversion)
-    _report_masked_end(settings, conversion)
-    _report_typed_tokens(settings, conversion)
+    _report_tokenizer(settings, conversion)
     _report_ends(settings, conversion)
     _report_joined_breaks(settings, conversion)
     _report_spaces(conversion)
@@ -353,24 +352,17 @@ def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
 
 
-def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that torchtune's Qwen tokenizers mask a row's last token once max_seq_len is set."""
+def _report_tokenizer(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that torchtune's Qwen tokenizers mask a row's last token once max_seq_len is set, and
+    which tokenizers read a special token in a row's text as plain words.
+    """
     tokenizer = read_section(settings, "tokenizer")
     max_tokens = tokenizer.get("max_seq_len")
-    name = str(tokenizer.get("_component_"))
+    component = str(tokenizer.get("_component_"))
     rows = find_method_facts(conversion.recipe).rows
-    if (
-        max_tokens
-        and QWEN_TOKENIZER.search(name)
-        and rows in ("answers", "pairs")
-        and not _holds_texts(settings)
-    ):
+    has_answers = rows in ("answers", "pairs") and not _holds_texts(settings)
+    if max_tokens and QWEN_TOKENIZER.search(component) and has_answers:
         conversion.add_difference("tokenizer.max_seq_len", max_tokens, END_MASKED)
-
-
-def _report_typed_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports a tokenizer that reads a special token in a row's text as plain words."""
-    component = str(read_value(settings, "tokenizer._component_"))
     parses_none = conversion.tool == "torchtune" and not PARSING_TOKENS.search(component)
     if parses_none or settings.get("tokenizer_use_mistral_common"):
         conversion.remarks.append(TYPED_AS_WORDS)
