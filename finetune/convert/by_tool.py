@@ -41,12 +41,7 @@ from finetune.convert.shared import (
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
 from finetune.convert.trained_layers import is_of_transformers
-from finetune.convert.value_conversion import (
-    Conversion,
-    find_method_facts,
-    read_section,
-    read_value,
-)
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_value
 
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
@@ -175,16 +170,11 @@ SMALL_MOMENTS = (
 
 def _report_small_moments(settings: ToolFile, conversion: Conversion) -> None:
     """Reports the dtype of small tensors' moments, which torchao's optimizers do not quantize."""
-    section = read_section(settings, "optimizer")
-    optimizers = {
-        "optim": settings.get("optim"),
-        "optimizer": None if section else settings.get("optimizer"),
-        "optimizer._component_": section.get("_component_"),
-        "optimizer._target_": section.get("_target_"),
-    }
-    for key, name in optimizers.items():
-        is_torchaos = re.search(TORCHAO_4_OR_8_BITS, str(name).lower())
-        if is_torchaos and conversion.recipe.get("dtype") == "bfloat16":
+    if conversion.recipe.get("dtype") != "bfloat16":
+        return
+    for key in ("optim", "optimizer", "optimizer._component_", "optimizer._target_"):
+        name = read_value(settings, key)
+        if isinstance(name, str) and re.search(TORCHAO_4_OR_8_BITS, name.lower()):
             conversion.add_remark(key, name, SMALL_MOMENTS)
 
 
@@ -297,8 +287,10 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         counts_rows = "max_steps" in recipe and not recipe.get("streaming")
         conversion.remarks.append(ROUNDED_DOWN.format(counted if counts_rows else ""))
     # for instance train_sampling_strategy: group_by_length, or group_by_length: true
-    is_grouped = GROUP_BY_LENGTH in settings.values() or any(
-        section.get(GROUP_BY_LENGTH) for section in (settings, read_section(settings, "dataloader"))
+    is_grouped = (
+        GROUP_BY_LENGTH in settings.values()
+        or settings.get(GROUP_BY_LENGTH)
+        or read_value(settings, f"dataloader.{GROUP_BY_LENGTH}")
     )
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
     is_in_order = is_in_order or settings.get("train_sampling_strategy") == "sequential"
