@@ -7,7 +7,7 @@ import re
 
 from finetune.config.facts import read_family_source
 from finetune.config.schema import recipe_keys
-from finetune.constants import HEADS
+from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import (
     COMPUTE_DTYPES,
     AskedLayout,
@@ -19,12 +19,13 @@ from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotl
 from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import OF_COMPONENTS
-from finetune.convert.factory import MEGATRON_KEYS, adapt_factory
+from finetune.convert.factory import adapt_factory, is_of_megatron
 from finetune.convert.model_names import guess_family, is_mixture, name_model
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
     EXPERIMENTAL_METHODS,
+    EXPERTS_UNDER_4,
     IN_ORDER,
     LIGERS_LOSS,
     MICRO_BATCHES_ALIKE,
@@ -37,6 +38,7 @@ from finetune.convert.shared import (
     UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
     find_muon_key,
+    has_linear_experts,
 )
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
@@ -65,8 +67,26 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
         adapt_torchtune(settings, text, conversion)
     elif tool == "Automodel":
         adapt_automodel(settings, conversion)
+    _report_linear_experts(settings, conversion)
     _report_decayed_norms(settings, conversion)
     _report_embedding_moments(settings, conversion)
+
+
+# tools whose targets for all linear layers are found in the model, and their key for them
+TARGET_KEYS = {"LLaMA-Factory": "lora_target", "ms-swift": "target_modules"}
+
+
+def _report_linear_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports experts of a text model that get adapters under transformers 4 alone."""
+    key = TARGET_KEYS.get(conversion.tool)
+    if key is None or conversion.images or is_of_megatron(settings):
+        return
+    recipe = conversion.recipe
+    makes_adapters = recipe.get("use_peft", True) and not recipe.get("adapter_name_or_path")
+    targets = recipe.get("lora_target_modules", ALL_LINEAR)
+    has_experts = has_linear_experts(guess_family(name_model(settings)) or "")
+    if makes_adapters and ALL_LINEAR in targets and has_experts:
+        conversion.add_remark(key, targets, EXPERTS_UNDER_4)
 
 
 def _has_adapters(conversion: Conversion) -> bool:
@@ -225,9 +245,7 @@ def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conver
     recipe = conversion.recipe
     if recipe.get("use_peft") and layout.by_deepspeed and layout.precision != "no":
         conversion.remarks.append(ADAPTERS_SAVED)
-    keeps_dtype_of_files = settings.get("use_badam") or any(
-        key in settings for key in MEGATRON_KEYS
-    )
+    keeps_dtype_of_files = settings.get("use_badam") or is_of_megatron(settings)
     if recipe.get("use_peft") or conversion.tool in OF_COMPONENTS or keeps_dtype_of_files:
         return
     loads_in_compute_dtype = (

@@ -15,7 +15,7 @@ from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile, read_table
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.objectives import find_swifts_kind
-from finetune.convert.shared import EXPERTS_UNDER_4, describe_shares, has_linear_experts
+from finetune.convert.shared import describe_shares
 from finetune.convert.value_conversion import Conversion, convert_names
 
 SWIFT_TURNS = (
@@ -325,8 +325,6 @@ def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
         return
     if family in MAMBA_FAMILIES:
         conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
-    elif has_linear_experts(family):
-        conversion.add_remark("target_modules", targets, EXPERTS_UNDER_4)
 
 
 # cast_adapter_dtype of peft leaves the copies of ModulesToSaveWrapper in the base's dtype.
