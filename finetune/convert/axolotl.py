@@ -16,7 +16,7 @@ from finetune.convert.asked_layout import count_sharing_ranks, is_first_fsdp
 from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
-from finetune.convert.foreign_values import convert_number, read_number
+from finetune.convert.foreign_values import convert_number, find_matches, read_number
 from finetune.convert.hints import find_texts, list_types
 from finetune.convert.model_names import (
     guess_family,
@@ -517,18 +517,18 @@ MORE_POSITIONS = (
 )
 # Pattern of a model's name -> the least max_position_embeddings that these models have. The last
 # pattern is of all other models.
-LEAST_POSITIONS = (
-    (r"tiny-?llama|pythia|gpt-?j|phi-?[12]|open_?llama|\bllama-(7|13|30|65)b|redpajama", 2048),
-    (r"llama-?2|vicuna|stablelm|phi-3-mini-4k", 4096),
-    (r"llama-?3(?!\.)|gemma", 8192),
-    ("", 32768),
-)
+LEAST_POSITIONS = {
+    r"tiny-?llama|pythia|gpt-?j|phi-?[12]|open_?llama|\bllama-(7|13|30|65)b|redpajama": 2048,
+    r"llama-?2|vicuna|stablelm|phi-3-mini-4k": 4096,
+    r"llama-?3(?!\.)|gemma": 8192,
+    "": 32768,
+}
 
 
 def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that Axolotl may raise max_position_embeddings of the config to `sequence_len`."""
     name = name_model(settings).lower()
-    least = next(positions for pattern, positions in LEAST_POSITIONS if re.search(pattern, name))
+    least = next(find_matches(LEAST_POSITIONS, name))
     length = convert_number(settings.get("sequence_len"))
     if isinstance(length, int) and length > least:
         conversion.add_remark("sequence_len", length, MORE_POSITIONS)

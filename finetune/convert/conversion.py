@@ -51,7 +51,13 @@ from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
-from finetune.convert.foreign_values import WrongValue, as_json, convert_number, read_number
+from finetune.convert.foreign_values import (
+    WrongValue,
+    as_json,
+    convert_number,
+    find_matches,
+    read_number,
+)
 from finetune.convert.image_models import find_images
 from finetune.convert.model_names import BITSANDBYTES_MODEL, guess_family, is_mixture
 from finetune.convert.numbers import report_numbers
@@ -594,15 +600,13 @@ def _apply_side_effects(key: str, value: Any, pair: Counterpart, conversion: Con
 def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
     """Reports how an optimizer that is converted to AdamW differs from it."""
     name = str(value).lower()
-    for pattern, note in OPTIMIZER_NOTES.items():
-        if re.search(pattern, name):
-            conversion.add_remark(key, value, note)
+    for note in find_matches(OPTIMIZER_NOTES, name):
+        conversion.add_remark(key, value, note)
     if "4bit" in name and not name.startswith("ao_"):
         conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
     class_name = name.split(".")[-1]  # without the modules of a component, such as torchao.optim
-    for pattern, note in OTHER_ADAMWS.items():
-        if re.search(pattern, class_name):
-            conversion.add_difference(key, value, note)
+    for note in find_matches(OTHER_ADAMWS, class_name):
+        conversion.add_difference(key, value, note)
 
 
 def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:

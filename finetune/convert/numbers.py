@@ -14,7 +14,7 @@ from finetune.convert.axolotl import TEXTS_CUT
 from finetune.convert.chat_templates import BREAKING_TEMPLATES, TRIMMING_TEMPLATES
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import is_of_megatron
-from finetune.convert.foreign_values import convert_number
+from finetune.convert.foreign_values import convert_number, find_matches
 from finetune.convert.hints import list_types
 from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
@@ -277,8 +277,7 @@ def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
     if _holds_texts(settings):
         return TEXT_CUT
     component = str(read_value(settings, "tokenizer._component_"))
-    ends = (end for pattern, end in ENDS_AT_CUT.items() if re.search(pattern, component))
-    return EOS_AT_CUT.format(next(ends))
+    return EOS_AT_CUT.format(next(find_matches(ENDS_AT_CUT, component)))
 
 
 def _report_untrained(settings: ToolFile, conversion: Conversion) -> None:

@@ -13,6 +13,7 @@ from finetune.convert.as_read import starts_by_lora_ga
 from finetune.convert.chat_templates import MAYBE_THINKING
 from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile, read_table
+from finetune.convert.foreign_values import find_matches
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.objectives import find_swifts_kind
 from finetune.convert.shared import describe_shares
@@ -228,14 +229,13 @@ def _report_thoughts(name: str, settings: ToolFile, conversion: Conversion) -> N
 
 def _report_system(name: str, conversion: Conversion) -> None:
     """Reports the system message, and other words, that ms-swift's template of a model writes."""
-    system = next((text for models, text in SYSTEMS.items() if re.search(models, name)), None)
+    system = next(find_matches(SYSTEMS, name), None)
     if system:
         conversion.add_difference("system", system, SYSTEM_THERE)
     elif WITH_SYSTEM.search(name):
         conversion.add_difference("system", None, ANY_SYSTEM)
-    for models, note in OTHER_WORDS.items():
-        if re.search(models, name):
-            conversion.add_difference("template", None, note)
+    for note in find_matches(OTHER_WORDS, name):
+        conversion.add_difference("template", None, note)
 
 
 # BatchSamplerShard of dataloader/shard.py
