@@ -348,16 +348,25 @@ def _read_fsdp(settings: ToolFile) -> AskedSharding:
     strategy = str(fsdp_config.get("sharding_strategy", "")).upper()
     if not options and not fsdp_config:
         return "none"
-    if "offload" in options or fsdp_config.get("offload_params") is True:
-        return "offload"
-    if "HYBRID" in strategy or "hybrid" in options:
-        return "hybrid"
-    keeps_gathered = (
-        fsdp_config.get("reshard_after_forward") is False
+    return _name_sharding(
+        offloads="offload" in options or fsdp_config.get("offload_params") is True,
+        has_groups="HYBRID" in strategy or "hybrid" in options,
+        keeps_gathered=fsdp_config.get("reshard_after_forward") is False
         # Accelerate makes float32 copies, and sums gradients in 16 bits, under NO_SHARD too
         or strategy in ("SHARD_GRAD_OP", "NO_SHARD")
-        or "shard_grad_op" in options
+        or "shard_grad_op" in options,
     )
+
+
+def _name_sharding(*, offloads: bool, has_groups: bool, keeps_gathered: bool) -> AskedSharding:
+    """Names the sharding by what a file asks for; fully sharded unless it says otherwise.
+
+    `keeps_gathered`: weights stay gathered between the forward and the backward pass.
+    """
+    if offloads:
+        return "offload"
+    if has_groups:
+        return "hybrid"
     return "grad_op" if keeps_gathered else "full"
 
 
@@ -389,13 +398,11 @@ def _find_torchtune_sharding(settings: ToolFile, text: str) -> AskedSharding:
     command = COMMAND.search(text)
     if command is not None and command[1].endswith("single_device"):
         return "none"
-    if settings.get("fsdp_cpu_offload") or read_value(settings, "fsdp.cpu_offload"):
-        return "offload"
-    if settings.get("fsdp_reshard_after_forward") is False:
-        return "grad_op"
-    if _read_size(settings.get("data_parallel_replicate_dim")) > 1:
-        return "hybrid"
-    return "full"
+    return _name_sharding(
+        offloads=bool(settings.get("fsdp_cpu_offload") or read_value(settings, "fsdp.cpu_offload")),
+        has_groups=_read_size(settings.get("data_parallel_replicate_dim")) > 1,
+        keeps_gathered=settings.get("fsdp_reshard_after_forward") is False,
+    )
 
 
 def _read_automodel(settings: ToolFile) -> AskedLayout:
@@ -431,13 +438,11 @@ def _find_automodel_sharding(distributed: Mapping[str, Any]) -> AskedSharding:
     """Returns the sharding by the section `distributed`; fully sharded unless it says otherwise."""
     if distributed.get("strategy") == "ddp":
         return "none"
-    if "CPUOffload" in str(distributed.get("offload_policy")):
-        return "offload"
-    if _read_size(distributed.get("dp_replicate_size")) > 1:
-        return "hybrid"
-    if distributed.get("reshard_after_forward") is False:
-        return "grad_op"
-    return "full"
+    return _name_sharding(
+        offloads="CPUOffload" in str(distributed.get("offload_policy")),
+        has_groups=_read_size(distributed.get("dp_replicate_size")) > 1,
+        keeps_gathered=distributed.get("reshard_after_forward") is False,
+    )
 
 
 def _read_fsdp_config(settings: ToolFile) -> dict[str, Any]:

@@ -3,60 +3,18 @@
 The recipe there is recipes/dev/async_grpo_full_finetune_distributed.py, with torchtune/dev/rl.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 from finetune.convert.chat_templates import HEADER_TRAINED
-from finetune.convert.counterparts import ToolFile
+from finetune.convert.counterparts import ToolFile, read_table
 from finetune.convert.foreign_values import WrongValue, read_number
 from finetune.convert.value_conversion import Conversion, read_section, read_value
 
 SECTIONS = ("orchestration", "inference", "training", "postprocessing")
-# (section, key in it) -> the same key in torchtune's other files, or in TRL's for GRPO.
-RENAMED_KEYS: Mapping[tuple[str, str], str] = {
-    ("orchestration", "num_steps"): "max_steps",
-    ("inference", "group_size"): "num_generations",
-    ("inference", "max_generated_tokens"): "max_completion_length",
-    ("inference", "temperature"): "temperature",
-    ("training", "ppo_epochs"): "num_iterations",
-    ("training", "steps_before_weight_sync"): "max_staleness",
-    ("postprocessing", "ref_checkpointer"): "ref_checkpointer",
-}
-# keys of the section `training` that torchtune's other files have at their top level
-TRAINING_KEYS = (
-    "checkpointer",
-    "optimizer",
-    "clip_grad_norm",
-    "save_every_n_steps",
-    "enable_activation_checkpointing",
-    "enable_activation_offloading",
-    "compile",
-    "fsdp_cpu_offload",
-    "custom_sharded_layers",
-    "seed",
-)
-# Keys of each section that this module reads, or that have no effect here. Other keys that are not
-# renamed are reported.
-KNOWN_KEYS: Mapping[str, tuple[str, ...]] = {
-    "orchestration": (
-        "num_inference_workers",
-        "num_postprocessing_workers",
-        "num_training_workers",
-        "replay_buffer_size",
-    ),
-    "inference": (
-        "engine",
-        "model",
-        "tensor_parallel_dim",
-        "batch_size",
-        "total_batch_size",
-        "steps_before_weight_sync",
-        "queue_maxsize",
-        "top_k",  # torchtune's SyncLLMCollector does not pass it on to vLLM
-    ),
-    "training": ("batch_size", "loss"),
-    "postprocessing": (),
-}
+# (section, key in it) -> the same key in torchtune's other files, or in TRL's for GRPO. Empty for
+# keys that this module reads, or that have no effect here, as top_k: torchtune's SyncLLMCollector
+# does not pass it on to vLLM. Other keys are reported.
+NAMES = {(row["section"], row["key"]): row["name"] for row in read_table("async_grpo_keys.csv")}
 FREE_RUNNING = (
     "completions are sampled without end there, by each inference worker of all prompts, and are "
     "as old as it happens: the oldest are dropped where the queue is full; here those of a prompt "
@@ -91,16 +49,17 @@ def is_async(settings: ToolFile) -> bool:
 def rename_async(settings: ToolFile) -> dict[str, Any]:
     """Returns the settings with the sections' keys at the top level, named as in other files.
 
-    A key that neither RENAMED_KEYS nor TRAINING_KEYS has stays in its section.
+    A key without such a name stays in its section.
     """
     flat = {"dtype": "bf16", **settings}  # such a file has no key for the dtype
-    for name in SECTIONS:
-        section = dict(read_section(settings, name))
-        for key in [key for key in section if (name, key) in RENAMED_KEYS]:
-            flat[RENAMED_KEYS[name, key]] = section.pop(key)
-        for key in [key for key in section if name == "training" and key in TRAINING_KEYS]:
-            flat[key] = section.pop(key)
-        flat[name] = section
+    for section in SECTIONS:
+        flat[section] = rest = {}
+        for key, value in read_section(settings, section).items():
+            name = NAMES.get((section, key))
+            if name:
+                flat[name] = value
+            else:
+                rest[key] = value
     return flat
 
 
@@ -140,10 +99,10 @@ def adapt_async(settings: ToolFile, conversion: Conversion) -> None:
         "vllm_server_base_url: start the server of http://localhost:8000 as docs/online.md says, "
         "or several, in place of num_inference_workers"
     )
-    for name, known_keys in KNOWN_KEYS.items():
-        for key, value in read_section(settings, name).items():
-            if key not in known_keys:
-                conversion.add_difference(f"{name}.{key}", value, "not known here")
+    for section in SECTIONS:
+        for key, value in read_section(settings, section).items():
+            if (section, key) not in NAMES:
+                conversion.add_difference(f"{section}.{key}", value, "not known here")
 
 
 def _set_batch(settings: ToolFile, conversion: Conversion) -> None:

@@ -310,14 +310,6 @@ def has_stages(settings: ToolFile) -> bool:
     return isinstance(stages, int) and stages > 1
 
 
-def _report_head(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that pipeline stages train an output head apart from the embedding it is tied to."""
-    is_tied = TIED_MODEL.search(name_model(settings).lower())
-    if is_tied and has_stages(settings) and not conversion.recipe.get("use_peft"):
-        stages = read_value(settings, "distributed.pp_size")
-        conversion.add_difference("distributed.pp_size", stages, HEAD_APART)
-
-
 def _count_rows_of_forward(settings: ToolFile) -> Any:
     """Returns the number of rows in a forward pass there, as the file says it.
 
@@ -390,7 +382,6 @@ GATE_NOTES: Mapping[str, str] = {
     "laguna": ROUTERS_IN_32_BITS,
     "gemma4_text": ROUTERS_IN_32_BITS,
 }
-ALSO_DENSE_FAMILIES = ("gemma4_text",)  # they have dense models beside mixtures of experts
 ROUTERS_IN_OWN_DTYPE = "routers are computed in the dtype of the model's own code"
 # the line by which a router of transformers' classes computes in float32
 GATE_IN_FP32 = re.compile(
@@ -641,11 +632,18 @@ def _report_attention(family: str, settings: ToolFile, conversion: Conversion) -
         conversion.add_difference("model.backend.attn", attention, SEES_LATER.format(condition))
 
 
-def _report_fused_loss(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports the scale, the cap or the bias of the scores that a fused loss leaves out there.
-
-    A fused loss computes the scores from the head's weight alone.
+def _report_scores(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports an output head in 4 bits, and the scale, the cap or the bias of scores that a fused
+    loss leaves out there, which computes them from the head's weight alone.
     """
+    # models with images and mixtures of experts, and `force_hf`, have another loader
+    is_loaded_otherwise = (
+        conversion.images
+        or is_mixture(name_model(settings))
+        or read_value(settings, "model.force_hf")
+    )
+    if read_value(settings, "quantization.load_in_4bit") and not is_loaded_otherwise:
+        conversion.add_difference("quantization.load_in_4bit", True, HEAD_IN_4_BITS)
     loss = read_section(settings, "loss_fn")
     family = conversion.images or guess_family(name_model(settings)) or ""
     source = read_family_source(family)
@@ -687,17 +685,6 @@ def _report_liger(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("model.use_liger_kernel", asked, note)
 
 
-def _report_head_bits(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that Automodel's own loader of 4-bit models quantizes the output head too.
-
-    Models with images and mixtures of experts, and `force_hf`, are loaded otherwise.
-    """
-    is_quantized = read_value(settings, "quantization.load_in_4bit")
-    is_streamed = not (conversion.images or is_mixture(name_model(settings)))
-    if is_quantized and is_streamed and not read_value(settings, "model.force_hf"):
-        conversion.add_difference("quantization.load_in_4bit", True, HEAD_IN_4_BITS)
-
-
 def _predicts_ahead(settings: ToolFile) -> bool:
     """Whether the loss may include that of predicting later tokens.
 
@@ -718,7 +705,8 @@ def _report_router_dtype(family: str, settings: ToolFile, conversion: Conversion
     name = name_model(settings)
     asked = read_value(model, "backend.gate_precision")
     is_fp32_here = GATE_IN_FP32.search(read_family_source(family)) is not None
-    is_listed = family in GATE_NOTES and (family not in ALSO_DENSE_FAMILIES or is_mixture(name))
+    is_dense = family == "gemma4_text" and not is_mixture(name)
+    is_listed = family in GATE_NOTES and not is_dense
     if asked is not None and not (is_fp32_here and "float32" in str(asked)):
         conversion.add_difference("model.backend.gate_precision", asked, ROUTERS_IN_OWN_DTYPE)
     elif asked is None and is_listed and not is_of_transformers(settings):
@@ -752,15 +740,13 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     _adapt_loop(settings, conversion)
     _report_held_out_lengths(settings, conversion)
     _report_packing(settings, conversion)
-    _report_head(settings, conversion)
+    _report_stages(settings, conversion)
     _report_rows_of_images(settings, conversion)
-    _report_positions(settings, conversion)
     _report_masks(settings, conversion)
     _report_reduction(settings, conversion)
     _report_ranks_in_06(settings, conversion)
     _report_own_class(settings, conversion)
-    _report_head_bits(settings, conversion)
-    _report_fused_loss(settings, conversion)
+    _report_scores(settings, conversion)
     _report_liger(settings, conversion)
 
 
@@ -1003,14 +989,19 @@ NUMBERED_IN_STAGES = (
 )
 
 
-def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that later pipeline stages do not know where in an image a token is."""
-    layout = read_section(settings, "distributed")
-    is_packed = read_value(settings, "packed_sequence.pack_size")
-    shares_rows = layout.get("cp_size") not in (None, 1)
-    if conversion.images not in FAMILIES_WITH_IMAGE_POSITIONS or is_packed or shares_rows:
+def _report_stages(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports a tied output head that pipeline stages train apart from the embedding, and that
+    later stages do not know where in an image a token is.
+    """
+    if not has_stages(settings):
         return
-    if has_stages(settings):
+    layout = read_section(settings, "distributed")
+    is_tied = TIED_MODEL.search(name_model(settings).lower())
+    if is_tied and not conversion.recipe.get("use_peft"):
+        conversion.add_difference("distributed.pp_size", layout["pp_size"], HEAD_APART)
+    is_packed = read_value(settings, "packed_sequence.pack_size")
+    is_whole = layout.get("cp_size") in (None, 1) and not is_packed
+    if conversion.images in FAMILIES_WITH_IMAGE_POSITIONS and is_whole:
         conversion.add_difference("distributed.pp_size", layout["pp_size"], NUMBERED_IN_STAGES)
 
 

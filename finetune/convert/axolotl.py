@@ -16,7 +16,7 @@ from finetune.convert.asked_layout import count_sharing_ranks, is_first_fsdp
 from finetune.convert.chat_templates import report_turn_ends
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import DEFAULTS
-from finetune.convert.foreign_values import convert_number, read_number
+from finetune.convert.foreign_values import convert_number, find_matches, read_number
 from finetune.convert.hints import find_texts, list_types
 from finetune.convert.model_names import (
     guess_family,
@@ -73,8 +73,7 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     threshold = settings.get("loss_watchdog_threshold")
     if threshold:
         conversion.add_remark("loss_watchdog_threshold", threshold, LOSS_WATCHED)
-    _report_new_adapter(settings, conversion)
-    _report_cut_answers(settings, conversion)
+    _report_pairs(settings, conversion)
     if settings.get("nf4_backend") == "torchao":
         conversion.add_remark("nf4_backend", "torchao", NOTES["NF4_OF_TORCHAO"])
     _report_muon(settings, conversion)
@@ -82,9 +81,7 @@ def adapt_axolotl(settings: ToolFile, conversion: Conversion) -> None:
     _report_shared_experts(settings, conversion)
 
 
-# The family that AxolotlMambaTrainer and MambaDataCollator train until 0.19: all ids of a batch are
-# labels.
-MAMBA_FAMILY = "mamba"
+# AxolotlMambaTrainer and MambaDataCollator until 0.19: all ids of a batch are labels
 ALL_TRAINED = (
     "0.19 trains on prompts too, whatever this key says, and on the padding of a shorter row in a "
     "batch; {}"
@@ -106,7 +103,7 @@ def _set_trained_tokens(settings: ToolFile, conversion: Conversion) -> None:
     if is_mamba_ssm and MAMBA_SSM_MODEL.fullmatch(name):
         conversion.recipe["model_name_or_path"] = f"{name}-hf"
         conversion.add_remark("base_model", name, AS_TRANSFORMERS.format(name))
-    if guess_family(name) == MAMBA_FAMILY and not any(map(settings.get, OF_PAIRS)):
+    if guess_family(name) == "mamba" and not any(map(settings.get, OF_PAIRS)):
         if is_mamba_ssm:
             here = "prompts are trained here, padding never"
         else:
@@ -153,7 +150,6 @@ def _set_accumulation(settings: ToolFile, conversion: Conversion) -> None:
 NEW_UNDER_TRL = (
     "not loaded there under this rl: a new adapter is trained; here this one is trained further"
 )
-TRAINED_BY_TRL = ("dpo", "ipo", "kto")
 # transform_fn of prompt_strategies/dpo/chat_template.py until 0.19, by str.find
 ANSWERS_FOUND = (
     "in 0.19 an answer is looked for in the text that the template makes of it: with white space "
@@ -163,19 +159,17 @@ ANSWERS_FOUND = (
 )
 
 
-def _report_cut_answers(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that Axolotl may lose a part of a pair's answers, which it finds by their text."""
-    types = list_types(settings)
-    cuts_answers_out = settings.get("rl") in ("dpo", "ipo", "simpo")
-    if cuts_answers_out and any(each.startswith("chat_template") for each in types):
-        conversion.add_remark("datasets.type", "chat_template", ANSWERS_FOUND)
-
-
-def _report_new_adapter(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that Axolotl trains a new adapter in place of the one in `lora_model_dir`."""
+def _report_pairs(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that the trainers of pairs make a new adapter in place of the one in
+    `lora_model_dir`, and may lose a part of an answer, which they find by its text.
+    """
+    method = settings.get("rl")
     adapter = settings.get("lora_model_dir")
-    if adapter and settings.get("adapter") and settings.get("rl") in TRAINED_BY_TRL:
+    if adapter and settings.get("adapter") and method in ("dpo", "ipo", "kto"):
         conversion.add_difference("lora_model_dir", adapter, NEW_UNDER_TRL)
+    is_of_template = any(each.startswith("chat_template") for each in list_types(settings))
+    if is_of_template and method in ("dpo", "ipo", "simpo"):
+        conversion.add_remark("datasets.type", "chat_template", ANSWERS_FOUND)
 
 
 DIONS_MUON = (
@@ -496,10 +490,10 @@ MAMBA_LAYERS = (
     "the Mamba layers stay in 16 bits there, and the output head does not; the other way around "
     "here"
 )
-# Family -> the token that ends a turn, but also the thought within an answer: generation that stops
+# Token of gpt-oss that ends a turn, but also the thought within an answer: generation that stops
 # there would stop before the answer itself. Axolotl trains eot_tokens, and stops at none of them. A
 # recipe here trains the ends of turns without the key, and stops at its eot_tokens.
-ENDS_OF_THOUGHTS = {"gpt_oss": "<|end|>"}
+END_OF_THOUGHT = "<|end|>"
 # peft casts adapters to float32, and no other modules (cast_adapter_dtype)
 COPIES_AS_LOADED = "trained in bfloat16 there, as the base is loaded; in float32 here"
 
@@ -508,8 +502,7 @@ def _report_axolotl_numerics(settings: ToolFile, conversion: Conversion) -> None
     """Reports what differs in dtypes, in positions, for single families, and under packing."""
     family = guess_family(str(settings.get("base_model")))
     _report_positions(settings, conversion)
-    _report_trained_copies(settings, conversion)
-    _report_new_tokens(settings, conversion)
+    _report_beside_adapters(settings, conversion)
     _report_family(settings, family, conversion)
     if settings.get("sample_packing"):
         _report_axolotl_packing(settings, family, conversion)
@@ -524,18 +517,18 @@ MORE_POSITIONS = (
 )
 # Pattern of a model's name -> the least max_position_embeddings that these models have. The last
 # pattern is of all other models.
-LEAST_POSITIONS = (
-    (r"tiny-?llama|pythia|gpt-?j|phi-?[12]|open_?llama|\bllama-(7|13|30|65)b|redpajama", 2048),
-    (r"llama-?2|vicuna|stablelm|phi-3-mini-4k", 4096),
-    (r"llama-?3(?!\.)|gemma", 8192),
-    ("", 32768),
-)
+LEAST_POSITIONS = {
+    r"tiny-?llama|pythia|gpt-?j|phi-?[12]|open_?llama|\bllama-(7|13|30|65)b|redpajama": 2048,
+    r"llama-?2|vicuna|stablelm|phi-3-mini-4k": 4096,
+    r"llama-?3(?!\.)|gemma": 8192,
+    "": 32768,
+}
 
 
 def _report_positions(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that Axolotl may raise max_position_embeddings of the config to `sequence_len`."""
     name = name_model(settings).lower()
-    least = next(positions for pattern, positions in LEAST_POSITIONS if re.search(pattern, name))
+    least = next(find_matches(LEAST_POSITIONS, name))
     length = convert_number(settings.get("sequence_len"))
     if isinstance(length, int) and length > least:
         conversion.add_remark("sequence_len", length, MORE_POSITIONS)
@@ -548,21 +541,14 @@ ENDS_FROZEN = (
 )
 
 
-def _report_new_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that tokens added beside adapters leave embedding and head frozen there."""
-    tokens = read_value(settings, "special_tokens.additional_special_tokens")
-    modules = convert_names(settings.get("lora_modules_to_save")) or ()
-    trained_ends = [name for name in modules if re.search("emb|wte|head", name)]
-    if tokens and settings.get("adapter") and len(trained_ends) < 2:
-        key = "special_tokens.additional_special_tokens"
-        conversion.add_difference(key, tokens, ENDS_FROZEN)
-
-
-def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:
+def _report_beside_adapters(settings: ToolFile, conversion: Conversion) -> None:
     """Reports that modules trained beside adapters are in bfloat16 there, and in float32 here.
 
-    Axolotl casts them to float32 only for QLoRA under FSDP, unless a key stops it.
+    Axolotl casts them to float32 only for QLoRA under FSDP, unless a key stops it. Added tokens
+    leave embedding and head frozen there, which is reported too.
     """
+    if not settings.get("adapter"):
+        return
     modules = settings.get("lora_modules_to_save")
     are_cast_to_fp32 = (
         settings.get("adapter") == "qlora"
@@ -570,8 +556,13 @@ def _report_trained_copies(settings: ToolFile, conversion: Conversion) -> None:
         and not (cuts_loss(settings) or settings.get("embeddings_skip_upcast"))
     )
     is_bf16 = settings.get("bf16") or settings.get("bfloat16")
-    if modules and settings.get("adapter") and is_bf16 and not are_cast_to_fp32:
+    if modules and is_bf16 and not are_cast_to_fp32:
         conversion.add_difference("lora_modules_to_save", modules, COPIES_AS_LOADED)
+    key = "special_tokens.additional_special_tokens"
+    tokens = read_value(settings, key)
+    ends = [name for name in convert_names(modules) or () if re.search("emb|wte|head", name)]
+    if tokens and len(ends) < 2:
+        conversion.add_difference(key, tokens, ENDS_FROZEN)
 
 
 def _report_family(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
@@ -580,7 +571,8 @@ def _report_family(settings: ToolFile, family: str | None, conversion: Conversio
         conversion.add_difference("base_model", settings.get("base_model"), BY_SOFTMAX)
         if settings.get("lora_target_linear"):
             conversion.add_difference("lora_target_linear", True, EXPERTS_ADAPTED)
-    _remove_end_of_thought(family, conversion)
+    if family == "gpt_oss":
+        _remove_end_of_thought(conversion.recipe, conversion)
     load_key = conversion.load_key
     if load_key and family == "falcon_h1":
         conversion.add_difference(load_key, True, OUT_PROJECTION)
@@ -588,16 +580,15 @@ def _report_family(settings: ToolFile, family: str | None, conversion: Conversio
         conversion.add_difference(load_key, True, MAMBA_LAYERS)
 
 
-def _remove_end_of_thought(family: str | None, conversion: Conversion) -> None:
+def _remove_end_of_thought(recipe: dict[str, Any], conversion: Conversion) -> None:
     """Removes the token that ends a thought from the recipe's `eot_tokens`.
 
     An answer would stop at it here. The key goes if no token is left.
     """
-    end_of_thought = ENDS_OF_THOUGHTS.get(family or "")
-    eot_tokens = conversion.recipe.pop("eot_tokens", None) or []
-    other_tokens = [token for token in eot_tokens if token != end_of_thought]
+    eot_tokens = recipe.pop("eot_tokens", None) or []
+    other_tokens = [token for token in eot_tokens if token != END_OF_THOUGHT]
     if other_tokens:
-        conversion.recipe["eot_tokens"] = other_tokens
+        recipe["eot_tokens"] = other_tokens
     elif eot_tokens:
         conversion.ignored.append("eot_tokens")
 
@@ -675,13 +666,6 @@ def _describe_packing(settings: ToolFile, isolates: bool) -> str:
 FILLING_ROUTED = "what fills up a packed row counts in the routers' auxiliary loss there, not here"
 
 
-def _report_filling(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that padding counts in the routers' auxiliary loss, where packed rows have some."""
-    asks_for_loss = read_value(settings, "model_config.output_router_logits")
-    if asks_for_loss and settings.get("pad_to_sequence_len") is not False:
-        conversion.add_remark("model_config.output_router_logits", True, FILLING_ROUTED)
-
-
 def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: Conversion) -> None:
     """Reports how Axolotl packs rows, and where it does not keep the documents of a row apart."""
     attention = settings.get("attn_implementation")
@@ -692,8 +676,9 @@ def _report_axolotl_packing(settings: ToolFile, family: str | None, conversion: 
     conversion.remarks.append(
         PACKED_IN_ORDER if is_sequential else _describe_packing(settings, bool(isolates))
     )
-    if isolates:
-        _report_filling(settings, conversion)
+    asks_for_loss = read_value(settings, "model_config.output_router_logits")
+    if isolates and asks_for_loss and settings.get("pad_to_sequence_len") is not False:
+        conversion.add_remark("model_config.output_router_logits", True, FILLING_ROUTED)
     # The trainer of masked diffusion makes masks of its own (objectives.py has their lines).
     reads_attention = find_masked_diffusion(settings) is None
     if reads_attention and not isolates:
@@ -743,7 +728,6 @@ def report_axolotls_adapters(settings: ToolFile, conversion: Conversion) -> None
         conversion.add_difference("base_model", name, ADAPTERS_BESIDE_NVFP4)
 
 
-DENSE_BESIDE_EXPERTS = ("gemma4_text",)  # families whose mixtures have dense MLPs too
 DOWN_UNDROPPED = (
     f"{BY_KERNELS}the adapter of an MLP's down_proj drops none of its inputs there; here it drops "
     "them as all others do"
@@ -784,7 +768,7 @@ def report_mlp_kernel(settings: ToolFile, conversion: Conversion) -> None:
     family = guess_family(name) or ""
     layers = find_linear_layers(family) if ALL_LINEAR in targets else targets
     source = read_family_source(family)
-    is_dense = not is_mixture(name) or family in DENSE_BESIDE_EXPERTS
+    is_dense = not is_mixture(name) or family == "gemma4_text"  # whose mixtures have MLPs too
     has_mlps = is_dense and set(MLP_LAYERS) <= set(layers) and (not source or "self.mlp" in source)
     may_have_mlps = is_dense and not family and ALL_LINEAR in targets
     if not ((has_mlps or may_have_mlps) and _has_mlp_kernel(settings, family)):
@@ -838,8 +822,6 @@ REWRITTEN_INPUTS = re.compile(
 )
 REWRITTEN_OUTPUT = "attn_output = self.o_proj(attn_output)"
 FAMILIES_LEFT_ALONE = ("gemma4_text", "gemma4_unified_text")
-# families whose attention get_attention_cls_from_config looks for in the file of the language model
-ATTENTION_IN_OTHER_FILE = ("mistral3",)
 
 
 def _accepts_kernels(name: str, family: str) -> bool:
@@ -848,7 +830,8 @@ def _accepts_kernels(name: str, family: str) -> bool:
     `family` is that of the language model.
     """
     whole_family = str(guess_vision_family(name))
-    source = read_family_source(family if whole_family in ATTENTION_IN_OTHER_FILE else whole_family)
+    # get_attention_cls_from_config looks for this one's in the file of the language model
+    source = read_family_source(family if whole_family == "mistral3" else whole_family)
     if not source or family in FAMILIES_LEFT_ALONE:
         return True
     return REWRITTEN_INPUTS.search(source) is not None and REWRITTEN_OUTPUT in source

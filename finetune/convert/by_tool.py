@@ -7,7 +7,7 @@ import re
 
 from finetune.config.facts import read_family_source
 from finetune.config.schema import recipe_keys
-from finetune.constants import HEADS
+from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import (
     COMPUTE_DTYPES,
     AskedLayout,
@@ -19,12 +19,13 @@ from finetune.convert.axolotl import adapt_axolotl, has_own_loss, report_axolotl
 from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import OF_COMPONENTS
-from finetune.convert.factory import MEGATRON_KEYS, adapt_factory
+from finetune.convert.factory import adapt_factory, is_of_megatron
 from finetune.convert.model_names import guess_family, is_mixture, name_model
 from finetune.convert.objectives import LABEL_LOSSES, cuts_loss
 from finetune.convert.shared import (
     BEST_AT_END,
     EXPERIMENTAL_METHODS,
+    EXPERTS_UNDER_4,
     IN_ORDER,
     LIGERS_LOSS,
     MICRO_BATCHES_ALIKE,
@@ -37,16 +38,12 @@ from finetune.convert.shared import (
     UNMULTIPLIED_BY_LIGER,
     WHOLE_STEPS,
     find_muon_key,
+    has_linear_experts,
 )
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
 from finetune.convert.trained_layers import is_of_transformers
-from finetune.convert.value_conversion import (
-    Conversion,
-    find_method_facts,
-    read_section,
-    read_value,
-)
+from finetune.convert.value_conversion import Conversion, find_method_facts, read_value
 
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
@@ -70,8 +67,26 @@ def adapt_tool(settings: ToolFile, text: str, conversion: Conversion) -> None:
         adapt_torchtune(settings, text, conversion)
     elif tool == "Automodel":
         adapt_automodel(settings, conversion)
+    _report_linear_experts(settings, conversion)
     _report_decayed_norms(settings, conversion)
     _report_embedding_moments(settings, conversion)
+
+
+# tools whose targets for all linear layers are found in the model, and their key for them
+TARGET_KEYS = {"LLaMA-Factory": "lora_target", "ms-swift": "target_modules"}
+
+
+def _report_linear_experts(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports experts of a text model that get adapters under transformers 4 alone."""
+    key = TARGET_KEYS.get(conversion.tool)
+    if key is None or conversion.images or is_of_megatron(settings):
+        return
+    recipe = conversion.recipe
+    makes_adapters = recipe.get("use_peft", True) and not recipe.get("adapter_name_or_path")
+    targets = recipe.get("lora_target_modules", ALL_LINEAR)
+    has_experts = has_linear_experts(guess_family(name_model(settings)) or "")
+    if makes_adapters and ALL_LINEAR in targets and has_experts:
+        conversion.add_remark(key, targets, EXPERTS_UNDER_4)
 
 
 def _has_adapters(conversion: Conversion) -> bool:
@@ -175,16 +190,11 @@ SMALL_MOMENTS = (
 
 def _report_small_moments(settings: ToolFile, conversion: Conversion) -> None:
     """Reports the dtype of small tensors' moments, which torchao's optimizers do not quantize."""
-    section = read_section(settings, "optimizer")
-    optimizers = {
-        "optim": settings.get("optim"),
-        "optimizer": None if section else settings.get("optimizer"),
-        "optimizer._component_": section.get("_component_"),
-        "optimizer._target_": section.get("_target_"),
-    }
-    for key, name in optimizers.items():
-        is_torchaos = re.search(TORCHAO_4_OR_8_BITS, str(name).lower())
-        if is_torchaos and conversion.recipe.get("dtype") == "bfloat16":
+    if conversion.recipe.get("dtype") != "bfloat16":
+        return
+    for key in ("optim", "optimizer", "optimizer._component_", "optimizer._target_"):
+        name = read_value(settings, key)
+        if isinstance(name, str) and re.search(TORCHAO_4_OR_8_BITS, name.lower()):
             conversion.add_remark(key, name, SMALL_MOMENTS)
 
 
@@ -235,9 +245,7 @@ def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conver
     recipe = conversion.recipe
     if recipe.get("use_peft") and layout.by_deepspeed and layout.precision != "no":
         conversion.remarks.append(ADAPTERS_SAVED)
-    keeps_dtype_of_files = settings.get("use_badam") or any(
-        key in settings for key in MEGATRON_KEYS
-    )
+    keeps_dtype_of_files = settings.get("use_badam") or is_of_megatron(settings)
     if recipe.get("use_peft") or conversion.tool in OF_COMPONENTS or keeps_dtype_of_files:
         return
     loads_in_compute_dtype = (
@@ -297,8 +305,10 @@ def report_epochs(settings: ToolFile, conversion: Conversion) -> None:
         counts_rows = "max_steps" in recipe and not recipe.get("streaming")
         conversion.remarks.append(ROUNDED_DOWN.format(counted if counts_rows else ""))
     # for instance train_sampling_strategy: group_by_length, or group_by_length: true
-    is_grouped = GROUP_BY_LENGTH in settings.values() or any(
-        section.get(GROUP_BY_LENGTH) for section in (settings, read_section(settings, "dataloader"))
+    is_grouped = (
+        GROUP_BY_LENGTH in settings.values()
+        or settings.get(GROUP_BY_LENGTH)
+        or read_value(settings, f"dataloader.{GROUP_BY_LENGTH}")
     )
     is_in_order = any(IN_ORDER in line for line in conversion.differences)
     is_in_order = is_in_order or settings.get("train_sampling_strategy") == "sequential"
@@ -345,8 +355,8 @@ HEAD_PASSED_BY = (
 
 
 def report_losses(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports where the loss of a step is another mean, and where a fused loss ignores the head's
-    adapter or the multiplier of its scores.
+    """Reports where the loss of a step is another mean, where a fused loss ignores the head's
+    adapter or the multiplier of its scores, and where Liger rotates otherwise than the config says.
     """
     trains_answers = find_method_facts(conversion.recipe).rows == "answers"
     targets = conversion.recipe.get("lora_target_modules")
@@ -364,17 +374,9 @@ def report_losses(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(key, True, UNMULTIPLIED)
     if conversion.tool == "TRL" and trains_answers and has_own_loss(name_model(settings)):
         conversion.remarks.append(MICRO_BATCHES_ALIKE)
-
-
-# keys that switch Liger's rotation on
-LIGERS_ROTATION = FUSED_LOSSES | {"Axolotl": "liger_rope"}
-
-
-def report_rotation(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that Liger's kernel rotates queries and keys otherwise than the config says."""
-    key = LIGERS_ROTATION.get(conversion.tool, "")
-    if settings.get(key) and ROTATED_IN_PART.search(name_model(settings).lower()):
-        conversion.add_difference(key, True, ROTATED_WHOLE)
+    rotation_key = "liger_rope" if conversion.tool == "Axolotl" else key
+    if settings.get(rotation_key) and ROTATED_IN_PART.search(name_model(settings).lower()):
+        conversion.add_difference(rotation_key, True, ROTATED_WHOLE)
 
 
 # get_decay_parameter_names of transformers' Trainer spares norms and biases, but not these
@@ -397,7 +399,6 @@ RESIZED = (
     "images: resized by torchvision there, its default, and by Pillow here, which rounds some "
     "pixels otherwise"
 )
-FAMILIES_BY_TORCHVISION = ("llama4",)  # they have no other backend, here neither
 # CLIPImageTransform of torchtune's models/clip
 RESIZED_IN_16_BITS = (
     "images: turned into bfloat16 there before they are resized and normalized; here resized in 8 "
@@ -440,7 +441,7 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
     elif conversion.tool == "torchtune":
         if shows_images(settings):
             conversion.remarks.append(RESIZED_IN_16_BITS)
-    elif conversion.images and conversion.images not in FAMILIES_BY_TORCHVISION:
+    elif conversion.images not in (None, "llama4"):  # which has no other backend here either
         conversion.remarks.append(RESIZED)
     is_bounded = (
         conversion.tool == "LLaMA-Factory"

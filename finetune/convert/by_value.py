@@ -103,8 +103,6 @@ WITHOUT_GRADIENT = (
 SWIFTS_CHECKPOINTS = (
     "gradient checkpointing (the default), unless it is plain DDP or has use_reentrant: false"
 )
-# a preset, whose checkpoints are FSDP's own: _check_fsdp2_compatibility of arguments/sft_args.py
-SWIFTS_FSDP2 = "fsdp2"
 # prepare_model_for_training of LLaMA-Factory's model/model_utils/checkpointing.py
 FACTORYS_CHECKPOINTS = (
     "gradient checkpointing (the default), unless it is FSDP2 or has use_reentrant_gc: false"
@@ -336,7 +334,9 @@ def _report_gradient(key: str, value: Any, settings: ToolFile, conversion: Conve
         checkpoints = _name_factorys_checkpoints(settings, is_reentrant)
     elif conversion.tool == "Axolotl":
         checkpoints = _name_axolotls_checkpoints(settings, is_reentrant)
-    elif not settings.get("gradient_checkpointing", True) or settings.get("fsdp") == SWIFTS_FSDP2:
+    # fsdp2 is a preset of ms-swift, whose checkpoints are FSDP's own: _check_fsdp2_compatibility of
+    # arguments/sft_args.py
+    elif not settings.get("gradient_checkpointing", True) or settings.get("fsdp") == "fsdp2":
         checkpoints = ""
     elif is_reentrant is None and conversion.tool == "ms-swift":
         checkpoints = SWIFTS_CHECKPOINTS

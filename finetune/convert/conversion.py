@@ -37,7 +37,6 @@ from finetune.convert.by_tool import (
     report_images,
     report_losses,
     report_magnitudes,
-    report_rotation,
 )
 from finetune.convert.by_value import report_values
 from finetune.convert.chat_templates import (
@@ -52,7 +51,13 @@ from finetune.convert.contradictions import remove_contradictions
 from finetune.convert.counterparts import GRPO, NOTES, Counterpart, ToolFile, list_counterparts
 from finetune.convert.datasets import add_sources
 from finetune.convert.defaults import OF_COMPONENTS, add_defaults
-from finetune.convert.foreign_values import WrongValue, as_json, convert_number, read_number
+from finetune.convert.foreign_values import (
+    WrongValue,
+    as_json,
+    convert_number,
+    find_matches,
+    read_number,
+)
 from finetune.convert.image_models import find_images
 from finetune.convert.model_names import BITSANDBYTES_MODEL, guess_family, is_mixture
 from finetune.convert.numbers import report_numbers
@@ -109,7 +114,11 @@ def convert_command(arguments: argparse.Namespace) -> int:
             f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong
         )
     if arguments.output:
-        _write_files(Path(arguments.output), text, conversion.accelerate_file, arguments.overwrite)
+        output = Path(arguments.output)
+        if conversion.accelerate_file is not None:
+            path = accelerate_path(output)
+            _write_file(path, conversion.accelerate_file, arguments.overwrite)
+        _write_file(output, text, arguments.overwrite)
     else:
         print(text, end="")
     to_do = [f"to do: {problem}" for problem in [*problems, *conversion.to_do]]
@@ -127,13 +136,6 @@ def convert_command(arguments: argparse.Namespace) -> int:
 def _name_source(source: Path) -> str:
     """Returns the name of the file, or says that the source is a command line."""
     return source.name if source.is_file() else "a command line"
-
-
-def _write_files(output: Path, recipe: str, accelerate_file: str | None, overwrite: bool) -> None:
-    """Writes the texts of the recipe and, if it needs one, of the Accelerate file beside it."""
-    if accelerate_file is not None:
-        _write_file(accelerate_path(output), accelerate_file, overwrite)
-    _write_file(output, recipe, overwrite)
 
 
 def accelerate_path(recipe: Path) -> Path:
@@ -368,7 +370,6 @@ def _convert(file: LoadedFile) -> Conversion:
     report_dtypes(settings, conversion)
     report_epochs(settings, conversion)
     report_losses(settings, conversion)
-    report_rotation(settings, conversion)
     report_mlp_kernel(settings, conversion)
     report_magnitudes(conversion)
     report_values(settings, text, conversion)
@@ -599,15 +600,13 @@ def _apply_side_effects(key: str, value: Any, pair: Counterpart, conversion: Con
 def _note_optimizer(key: str, value: Any, conversion: Conversion) -> None:
     """Reports how an optimizer that is converted to AdamW differs from it."""
     name = str(value).lower()
-    for pattern, note in OPTIMIZER_NOTES.items():
-        if re.search(pattern, name):
-            conversion.add_remark(key, value, note)
+    for note in find_matches(OPTIMIZER_NOTES, name):
+        conversion.add_remark(key, value, note)
     if "4bit" in name and not name.startswith("ao_"):
         conversion.add_difference(key, value, "moments in 4 bits there, in 8 bits here")
     class_name = name.split(".")[-1]  # without the modules of a component, such as torchao.optim
-    for pattern, note in OTHER_ADAMWS.items():
-        if re.search(pattern, class_name):
-            conversion.add_difference(key, value, note)
+    for note in find_matches(OTHER_ADAMWS, class_name):
+        conversion.add_difference(key, value, note)
 
 
 def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:

@@ -4,32 +4,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+
 from finetune.config.keys import keys_of
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Lora, recipe_keys
 from finetune.constants import ceil_div
-from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile
+from finetune.convert.counterparts import TOOL_NAMES, Tool, ToolFile, read_table
 from finetune.convert.model_names import guess_family
 from finetune.convert.value_conversion import Conversion, find_method_facts, read_value
 
-# Each tool's defaults, in our keys and values. TRAINER: those of transformers' Trainer, on which
-# several tools are built.
-TRAINER = {
-    "num_train_epochs": 3.0,
-    "per_device_train_batch_size": 8,
-    "lr_scheduler_type": "linear",
-    "warmup_ratio": 0.0,
-    "save_steps": 500,
-    "save_total_limit": None,
-}
 # tools without Trainer, whose files name components: Python classes and functions
 OF_COMPONENTS = ("torchtune", "Automodel")
-COMPONENTS = {
-    "packing": False,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "save_total_limit": None,
-}
 SPLITTING = ("bfd_split", "wrapped")  # TRL's packing strategies that lose no token of a long row
 # what is written for a tool without a limit of length
 UNLIMITED: dict[str, Any] = {"max_length": 8192, "overlength": "error"}
@@ -48,49 +34,30 @@ BUILDERS_LIMIT_NOTE = (
     "here: raise max_length for longer ones"
 )
 LIMIT_NOTES = {"ms-swift": MODELS_LIMIT_NOTE, "torchtune": BUILDERS_LIMIT_NOTE}
-DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    "TRL": TRAINER | {"max_length": 1024, "packing": False, "assistant_only_loss": False},
-    "Axolotl": {"max_length": 512, "packing": False, "warmup_ratio": 0.03, "save_total_limit": 4},
-    "LLaMA-Factory": TRAINER | {"packing": False, "learning_rate": 5e-5, "use_peft": True},
-    "ms-swift": TRAINER
-    | {
-        "packing": False,
-        "overlength": "drop",
-        "per_device_train_batch_size": 1,
-        "lr_scheduler_type": "cosine",
-        "use_peft": True,
-        "weight_decay": 0.1,
-        "adam_beta2": 0.95,
-        "learning_rate": 1e-4,
-    },
-    "torchtune": COMPONENTS | {"max_grad_norm": None},
-    "Automodel": COMPONENTS | {"num_train_epochs": 10.0, "global_batch_size": 32},
-}
-# the same under LoRA
-LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    "TRL": {"lora_dropout": 0.05, "lora_target_modules": ["q_proj", "v_proj"]},
-    "Axolotl": {"lora_r": 8, "lora_alpha": 8},
-    "LLaMA-Factory": {"lora_r": 8},
-    "torchtune": {"lora_r": 8, "lora_alpha": 16},
-    "ms-swift": {
-        "lora_r": 8,
-        "lora_alpha": 32,
-        "lora_dropout": 0.05,
-        "lora_target_modules": "all-linear",
-    },
-    "Automodel": {"lora_r": 8},
-}
+
+
+def _read_defaults(under: str) -> Mapping[str, Mapping[str, Any]]:
+    """Reads each tool's defaults, in our keys and values, from the rows of the table for `under`.
+
+    That is "lora", "4-bit" for a base in 4 bits, and "" for those of every file.
+    """
+    defaults: dict[str, dict[str, Any]] = {tool: {} for tool in TOOL_NAMES}
+    for row in read_table("defaults.csv"):
+        for tool in row["tools"].split():
+            if row["under"] == under:
+                defaults[tool][row["key"]] = yaml.safe_load(row["default"])
+    return defaults
+
+
+DEFAULTS = _read_defaults("")
+LORA_DEFAULTS = _read_defaults("lora")
+# what each tool asks of bitsandbytes (torchtune: of torchao's NF4) if the file does not say
+FOUR_BIT_DEFAULTS = _read_defaults("4-bit")
 # peft's default targets, which TRL leaves to peft, by the model's family where they are not those
 # above (TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING).
 PEFTS_TARGETS: Mapping[str | None, list[str]] = {
     "nemotron_h": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "phi": ["q_proj", "v_proj", "fc1", "fc2"],
-}
-# The same for a 4-bit base: what each tool asks of bitsandbytes (torchtune: of torchao's NF4) if
-# the file does not say.
-FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
-    tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"}
-    for tool in TOOL_NAMES
 }
 FACTORY_RANK = 8  # LLaMA-Factory's default rank; its default lora_alpha is twice the rank
 WARMUP_THERE = (

@@ -12,7 +12,6 @@ from finetune.errors import UserError
 
 # our role -> the names in other tools' files that mean it
 SAME_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}
-ASKING_WHEN_EMPTY = ("roles_to_train",)  # an empty list trains no role
 # values of path that name no data set: data_files then lists the files
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")
 
@@ -70,9 +69,8 @@ class DataSetEntry:
             usual = pairs[key].usual if key in pairs else ()
             # false asks for nothing under a known key, unless true is what is done here
             is_off = value is False and pair is not None and "true" not in usual
-            is_empty = value in (None, "", [], {}) and (
-                value is None or key not in ASKING_WHEN_EMPTY
-            )
+            trains_no_role = key == "roles_to_train" and value is not None
+            is_empty = value in (None, "", [], {}) and not trains_no_role
             is_ignored = section in pairs and not pairs[section].has_effect
             is_usual = as_json(value) in usual or _names_role(key, value)
             if not (is_off or is_empty or is_ignored or is_usual):

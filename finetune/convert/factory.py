@@ -6,14 +6,12 @@ Paths in comments are in its src/llamafactory, unless they name another package.
 import math
 import re
 
-from finetune.constants import ALL_LINEAR
 from finetune.convert.chat_templates import ENDS_AS_EOS, THOUGHT, TOOLS_IN_ITS_WORDS
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory_v1 import FILLED_UP, adapt_v1
 from finetune.convert.foreign_values import read_number
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.shared import (
-    EXPERTS_UNDER_4,
     FIRST_TRAINED,
     IN_ORDER,
     MICRO_BATCHES_ALIKE,
@@ -21,7 +19,6 @@ from finetune.convert.shared import (
     SUMMED_IN_16_BITS,
     WHOLE_STEPS,
     describe_shares,
-    has_linear_experts,
 )
 from finetune.convert.trained_layers import AUXILIARY, BY_LAYER
 from finetune.convert.value_conversion import Conversion, convert_names
@@ -73,9 +70,6 @@ WINDOWED = (
     "mimo_v2_flash",
     "olmo3",
 )
-# (value of flash_attn, family) that takes flash attention too, by configure_attn_implementation of
-# model/model_utils/attention.py
-TAKES_FLASH = (("auto", "gemma2"),)
 # encode_multiturn of ReasoningTemplate in data/template.py; true is the default
 UNTRAINED_THOUGHT = (
     "an empty thought that the template puts before an answer without one is not trained there, as "
@@ -131,18 +125,6 @@ def adapt_factory(settings: ToolFile, conversion: Conversion) -> None:
     else:
         _adapt_v0(settings, conversion, packs=bool(packs))
     _adapt_factorys_adapters(settings, conversion)
-    _report_experts(settings, conversion)
-
-
-def _report_experts(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports experts of a text model that get adapters under transformers 4 alone."""
-    recipe = conversion.recipe
-    targets = recipe.get("lora_target_modules", ALL_LINEAR)
-    makes_adapters = recipe.get("use_peft", True) and not recipe.get("adapter_name_or_path")
-    is_plain = conversion.images is None and not is_of_megatron(settings)
-    has_experts = has_linear_experts(guess_family(name_model(settings)) or "")
-    if makes_adapters and ALL_LINEAR in targets and is_plain and has_experts:
-        conversion.add_remark("lora_target", targets, EXPERTS_UNDER_4)
 
 
 def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> None:
@@ -357,7 +339,8 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         return
     family = guess_family(name_model(settings))
     attention = settings.get("flash_attn", "auto")
-    is_flash = attention == "fa2" or (attention, family) in TAKES_FLASH
+    # configure_attn_implementation of model/model_utils/attention.py
+    is_flash = attention == "fa2" or (attention == "auto" and family == "gemma2")
     if family in WINDOWED and not is_flash:
         conversion.add_difference("neat_packing", True, NEAT_WITHOUT_WINDOWS)
 

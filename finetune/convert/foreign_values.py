@@ -2,10 +2,14 @@
 
 import json
 import math
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 from finetune.errors import UserError
 from finetune.units import is_fp32_number
+
+Value = TypeVar("Value")
 
 
 class WrongValue(UserError):
@@ -27,6 +31,15 @@ def shorten(value: Any) -> str:
     """Returns a value as JSON, cut to at most 60 characters."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def find_matches(table: Mapping[str, Value], text: str) -> Iterator[Value]:
+    """Yields the values of a table whose keys, which are patterns, match a part of the text.
+
+    >>> list(find_matches({"llama": 1, "-7b$": 2, "": 3}, "llama-2-7b-hf"))
+    [1, 3]
+    """
+    return (value for pattern, value in table.items() if re.search(pattern, text))
 
 
 def as_json(value: Any) -> str:

@@ -111,7 +111,9 @@ def explain_key(key: str) -> tuple[str, str] | None:
     """
     if "." in key or key in IN_ACCELERATE_FILE:  # the reader explains the latter better
         return None
-    pairs = {tool: pair for tool in FLAT_TOOLS if (pair := _find_counterpart(key, tool))}
+    pairs = {
+        tool: pair for tool in FLAT_TOOLS for pair in list_counterparts(tool) if pair.key == key
+    }
     # a tool whose key has a counterpart here says more than one whose key has none
     pairs = {tool: pair for tool, pair in pairs.items() if pair.ours} or pairs
     if not pairs:
@@ -122,11 +124,6 @@ def explain_key(key: str) -> tuple[str, str] | None:
     if pair.ours is None:
         return key, f"{whose} name; no such key: {pair.note}"
     return pair.ours, f"{whose} name; here it is {_describe(pair)}"
-
-
-def _find_counterpart(key: str, tool: Tool) -> Counterpart | None:
-    """Returns the row of a tool's key in the table; None if the tool has no such key."""
-    return next((pair for pair in list_counterparts(tool) if pair.key == key), None)
 
 
 def _describe(pair: Counterpart) -> str:

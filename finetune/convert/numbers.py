@@ -14,7 +14,7 @@ from finetune.convert.axolotl import TEXTS_CUT
 from finetune.convert.chat_templates import BREAKING_TEMPLATES, TRIMMING_TEMPLATES
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.factory import is_of_megatron
-from finetune.convert.foreign_values import convert_number
+from finetune.convert.foreign_values import convert_number, find_matches
 from finetune.convert.hints import list_types
 from finetune.convert.model_names import guess_family
 from finetune.convert.objectives import find_masked_diffusion
@@ -264,8 +264,7 @@ def report_numbers(settings: ToolFile, conversion: Conversion) -> None:
     _report_copies(conversion)
     _report_row_texts(settings, conversion)
     _report_prompts(settings, conversion)
-    _report_masked_end(settings, conversion)
-    _report_typed_tokens(settings, conversion)
+    _report_tokenizer(settings, conversion)
     _report_ends(settings, conversion)
     _report_joined_breaks(settings, conversion)
     _report_spaces(conversion)
@@ -278,8 +277,7 @@ def _describe_cut(settings: ToolFile, conversion: Conversion) -> str:
     if _holds_texts(settings):
         return TEXT_CUT
     component = str(read_value(settings, "tokenizer._component_"))
-    ends = (end for pattern, end in ENDS_AT_CUT.items() if re.search(pattern, component))
-    return EOS_AT_CUT.format(next(ends))
+    return EOS_AT_CUT.format(next(find_matches(ENDS_AT_CUT, component)))
 
 
 def _report_untrained(settings: ToolFile, conversion: Conversion) -> None:
@@ -353,24 +351,17 @@ def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("dataset.train_on_input", True, SYSTEM_MASKED)
 
 
-def _report_masked_end(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports that torchtune's Qwen tokenizers mask a row's last token once max_seq_len is set."""
+def _report_tokenizer(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports that torchtune's Qwen tokenizers mask a row's last token once max_seq_len is set, and
+    which tokenizers read a special token in a row's text as plain words.
+    """
     tokenizer = read_section(settings, "tokenizer")
     max_tokens = tokenizer.get("max_seq_len")
-    name = str(tokenizer.get("_component_"))
+    component = str(tokenizer.get("_component_"))
     rows = find_method_facts(conversion.recipe).rows
-    if (
-        max_tokens
-        and QWEN_TOKENIZER.search(name)
-        and rows in ("answers", "pairs")
-        and not _holds_texts(settings)
-    ):
+    has_answers = rows in ("answers", "pairs") and not _holds_texts(settings)
+    if max_tokens and QWEN_TOKENIZER.search(component) and has_answers:
         conversion.add_difference("tokenizer.max_seq_len", max_tokens, END_MASKED)
-
-
-def _report_typed_tokens(settings: ToolFile, conversion: Conversion) -> None:
-    """Reports a tokenizer that reads a special token in a row's text as plain words."""
-    component = str(read_value(settings, "tokenizer._component_"))
     parses_none = conversion.tool == "torchtune" and not PARSING_TOKENS.search(component)
     if parses_none or settings.get("tokenizer_use_mistral_common"):
         conversion.remarks.append(TYPED_AS_WORDS)

@@ -13,9 +13,10 @@ from finetune.convert.as_read import starts_by_lora_ga
 from finetune.convert.chat_templates import MAYBE_THINKING
 from finetune.convert.chat_templates import THINKING as ALWAYS_THINKING
 from finetune.convert.counterparts import ToolFile, read_table
+from finetune.convert.foreign_values import find_matches
 from finetune.convert.model_names import guess_family, has_tower, name_model
 from finetune.convert.objectives import find_swifts_kind
-from finetune.convert.shared import EXPERTS_UNDER_4, describe_shares, has_linear_experts
+from finetune.convert.shared import describe_shares
 from finetune.convert.value_conversion import Conversion, convert_names
 
 SWIFT_TURNS = (
@@ -228,14 +229,13 @@ def _report_thoughts(name: str, settings: ToolFile, conversion: Conversion) -> N
 
 def _report_system(name: str, conversion: Conversion) -> None:
     """Reports the system message, and other words, that ms-swift's template of a model writes."""
-    system = next((text for models, text in SYSTEMS.items() if re.search(models, name)), None)
+    system = next(find_matches(SYSTEMS, name), None)
     if system:
         conversion.add_difference("system", system, SYSTEM_THERE)
     elif WITH_SYSTEM.search(name):
         conversion.add_difference("system", None, ANY_SYSTEM)
-    for models, note in OTHER_WORDS.items():
-        if re.search(models, name):
-            conversion.add_difference("template", None, note)
+    for note in find_matches(OTHER_WORDS, name):
+        conversion.add_difference("template", None, note)
 
 
 # BatchSamplerShard of dataloader/shard.py
@@ -325,8 +325,6 @@ def _report_targets(settings: ToolFile, conversion: Conversion) -> None:
         return
     if family in MAMBA_FAMILIES:
         conversion.add_difference("target_modules", targets, NOT_ON_MAMBA)
-    elif has_linear_experts(family):
-        conversion.add_remark("target_modules", targets, EXPERTS_UNDER_4)
 
 
 # cast_adapter_dtype of peft leaves the copies of ModulesToSaveWrapper in the base's dtype.

@@ -12,6 +12,7 @@ from finetune.convert.asked_layout import COMMAND
 from finetune.convert.chat_templates import shows_images
 from finetune.convert.counterparts import NOTES, ToolFile
 from finetune.convert.defaults import UNLIMITED, set_optimizers_defaults
+from finetune.convert.foreign_values import find_matches
 from finetune.convert.shared import IN_ORDER, MICRO_BATCHES_ALIKE, MLP_LAYERS
 from finetune.convert.value_conversion import Conversion, convert_targets, read_section, read_value
 
@@ -149,7 +150,7 @@ def _report_model(settings: ToolFile, conversion: Conversion) -> None:
     """Reports what torchtune's model computes otherwise than transformers'."""
     model = read_section(settings, "model")
     component = str(model.get("_component_"))
-    notes = [note for pattern, note in TORCHTUNE_MODELS.items() if re.search(pattern, component)]
+    notes = list(find_matches(TORCHTUNE_MODELS, component))
     if "llama3_2_vision" in component and shows_images(settings):
         notes += IMAGES_OF_LLAMA_3_2
         if model.get("encoder_trainable") in (True, "full"):
@@ -173,8 +174,7 @@ def _set_longest_row(settings: ToolFile, conversion: Conversion) -> None:
         recipe["max_length"] = TRANSFORMS_LENGTH
         return
     component = str(model.get("_component_"))
-    lengths = (length for name, length in LONGEST_ROWS.items() if re.search(name, component))
-    longest = model.get("max_seq_len") or next(lengths, None)
+    longest = model.get("max_seq_len") or next(find_matches(LONGEST_ROWS, component), None)
     if isinstance(longest, int) and longest <= UNLIMITED["max_length"]:
         recipe |= UNLIMITED | {"max_length": longest}
         conversion.remarks.append(STOPS_BOTH.format(longest))

@@ -85,12 +85,7 @@ SCHEDULES = {
 }
 # values, and names of loggers, that ask for none of the trackers
 NO_TRACKER = ("none", "", "all", "no", "false", "disklogger", "stdoutlogger")
-ATTENTION = {
-    **dict.fromkeys(("fa2", "flash_attn"), "flash_attention_2"),
-    "sdpa": "sdpa",
-    "disabled": "eager",
-    "auto": "auto",
-}
+ATTENTION = {**dict.fromkeys(("fa2", "flash_attn"), "flash_attention_2"), "disabled": "eager"}
 OVERLENGTH = {
     "drop": "drop",
     "delete": "drop",
