@@ -139,7 +139,7 @@ def _report_experts(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     targets = recipe.get("lora_target_modules", ALL_LINEAR)
     makes_adapters = recipe.get("use_peft", True) and not recipe.get("adapter_name_or_path")
-    is_plain = conversion.images is None and not is_of_megatron(settings)
+    is_plain = conversion.image_family is None and not is_of_megatron(settings)
     has_experts = has_linear_experts(guess_family(name_model(settings)) or "")
     if makes_adapters and ALL_LINEAR in targets and is_plain and has_experts:
         conversion.add_remark("lora_target", targets, EXPERTS_UNDER_4)
@@ -175,7 +175,7 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         recipe["overlength"] = "truncate"
     elif stage != "rm" and not is_of_bridge(settings):
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
-    has_vision = conversion.images is not None or has_tower(name_model(settings))
+    has_vision = conversion.image_family is not None or has_tower(name_model(settings))
     if is_of_megatron(settings):
         _report_megatron(settings, conversion)
     elif has_vision and stage in ("pt", "sft"):
@@ -210,7 +210,7 @@ def _report_counts(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     stage = settings.get("stage", "sft")
     trains_firsts = stage == "pt" or (stage == "sft" and settings.get("train_on_prompt"))
-    has_vision = conversion.images is not None or has_tower(name_model(settings))
+    has_vision = conversion.image_family is not None or has_tower(name_model(settings))
     if trains_firsts and not has_vision and not is_of_megatron(settings):
         conversion.remarks.append(FIRST_COUNTED)
     splits = recipe.get("chat_template") in SPLIT_TEMPLATES and recipe.get("train_on") != "all"
