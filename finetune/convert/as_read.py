@@ -6,7 +6,6 @@ For instance Axolotl reads no `early_stopping_patience` in a file that names an 
 import re
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.optimization import OPTIMIZERS
@@ -29,7 +28,6 @@ CUSTOM_OPTIMIZERS = (
 )
 # the tools' default logging_steps; Trainer takes logging_steps for eval_steps where there is none
 DEFAULT_LOGGING_STEPS = {"TRL": 10, "LLaMA-Factory": 500}
-TRUE_WORDS = ("True", "true")
 EVALUATION_STRATEGIES = ("eval_strategy", "evaluation_strategy")  # the second is the older name
 STRATEGY_KEYS = (*EVALUATION_STRATEGIES, "save_strategy")
 # peft's defaults, by get_lora_ga_model of the package lora_ga: prepare_adapter of ms-swift's
@@ -62,11 +60,6 @@ ADAM_ON_CPU = (
 DECAY_ADDED = f"{ADAM_ON_CPU}; it adds weight_decay to the gradient, which AdamW does not"
 
 
-def _reads_itself(file: ToolFile) -> bool:
-    """Whether an ms-swift file reads its data set on the model's own name."""
-    return any("self-cognition" in str(file.get(key)) for key in ("dataset", "val_dataset"))
-
-
 def starts_by_lora_ga(file: ToolFile) -> bool:
     """Whether an ms-swift file has new adapters made by the package lora_ga."""
     makes_others = file.get("adapters") or file.get("use_swift_lora")
@@ -94,190 +87,159 @@ def _takes_arguments(optimizer: str) -> bool:
     return optimizer in CUSTOM_OPTIMIZERS or _updates_matrices(optimizer)
 
 
-@dataclass(frozen=True, slots=True)
-class UnreadRule:
-    """Says that the `tools` do not read `keys` in a file for which `applies` is true."""
-
-    tools: tuple[Tool, ...]
-    keys: tuple[str, ...]  # dotted where they are nested
-    applies: Callable[[ToolFile], bool]
-
-
-# A comment names the tool's code by which a rule holds.
-UNREAD_RULES = (
-    # create_scheduler of core/trainers/mixins/scheduler.py
-    UnreadRule(
-        ("Axolotl",),
-        ("cosine_min_lr_ratio",),
-        lambda file: _warms_up_by_squares(file) or _find_schedule(file) not in COSINE_SCHEDULES,
-    ),
-    UnreadRule(
-        ("Axolotl",),
-        ("cosine_constant_lr_ratio",),
-        lambda file: (
-            _warms_up_by_squares(file)
-            or _find_schedule(file) != "cosine"
-            or not file.get("cosine_min_lr_ratio")
-        ),
-    ),
-    UnreadRule(("Axolotl",), ("lr_quadratic_warmup",), lambda file: not _warms_up_by_squares(file)),
-    # from_pretrained of the tokenizer
-    UnreadRule(
-        ("Axolotl",),
-        ("tokenizer_legacy",),
-        lambda file: str(file.get("tokenizer_type")).removesuffix("Fast") in BYTE_TOKENIZERS,
-    ),
-    # core/builders/causal.py passes these on; the builder of trainers for `rl` does not
-    UnreadRule(
-        ("Axolotl",),
-        (
-            "neftune_noise_alpha",
-            "noisy_embedding_alpha",
-            "early_stopping_patience",
-            "load_best_model_at_end",
-            "loss_watchdog_threshold",
-            "loss_watchdog_patience",
-            "dataloader_drop_last",
-            *("use_dft", "use_eaft", "eaft_alpha", "eaft_k"),
-            *("lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute"),
-        ),
-        lambda file: bool(file.get("rl")),
-    ),
-    UnreadRule(
-        ("Axolotl",),
-        ("optim_args.betas", "optim_args.eps", "optim_args.weight_decay"),
-        lambda file: not _takes_arguments(str(file.get("optimizer"))),
-    ),
-    # _configure_custom_optimizer passes on both adam_beta1 and adam_beta2, or neither
-    UnreadRule(
-        ("Axolotl",),
-        ("adam_beta1", "adam_beta2"),
-        lambda file: (
-            _takes_arguments(str(file.get("optimizer")))
-            and not (file.get("adam_beta1") and file.get("adam_beta2"))
-        ),
-    ),
+# keys, dotted where they are nested, and whether a tool leaves them unread in a file
+UnreadRule = tuple[tuple[str, ...], Callable[[ToolFile], object]]
+# rotate_checkpoints of transformers deletes none for a limit of 0 or less
+NO_LIMIT: UnreadRule = (("save_total_limit",), lambda file: file.get("save_total_limit") in (0, -1))
+# the rules of transformers' Trainer
+OF_TRAINER: tuple[UnreadRule, ...] = (
     # get_warmup_steps of transformers 4; in transformers 5 a ratio always decides
-    UnreadRule(
-        TRAINERS,
-        ("warmup_steps",),
-        lambda file: file.get("warmup_steps") == 0 and bool(file.get("warmup_ratio")),
-    ),
-    UnreadRule(
-        TRAINERS, ("neftune_noise_alpha",), lambda file: file.get("neftune_noise_alpha") == 0
-    ),
-    # rotate_checkpoints of transformers deletes none for a limit of 0 or less
-    UnreadRule(
-        (*TRAINERS, "Axolotl"),
-        ("save_total_limit",),
-        lambda file: file.get("save_total_limit") in (0, -1),
-    ),
-    UnreadRule(
-        ("ms-swift",), ("early_stop_interval",), lambda file: file.get("early_stop_interval") == 0
-    ),
-    # init_self_cognition_preprocessor of dataset/loader.py
-    UnreadRule(("ms-swift",), ("model_author", "model_name"), lambda file: not _reads_itself(file)),
-    UnreadRule(
-        ("ms-swift",),
-        (
-            *("target_modules", "target_parameters", "target_regex", "modules_to_save"),
-            *("lora_bias", "use_dora", "use_rslora", *ADAPTERS_OF_LORA_GA),
-        ),
-        starts_by_lora_ga,
-    ),
-    # set_training_args_kwargs of core/trainers/dpo
-    UnreadRule(
-        ("Axolotl",),
-        ("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing"),
-        lambda file: file.get("rl") != "dpo",
-    ),
-    # the default of DataArguments in hparams/data_args.py
-    UnreadRule(
-        ("LLaMA-Factory",), ("mix_strategy",), lambda file: file.get("mix_strategy") == "concat"
-    ),
-    # peft's own start: __post_init__ of arguments/tuner_args.py
-    UnreadRule(
-        ("ms-swift",), ("init_weights",), lambda file: str(file.get("init_weights")) in TRUE_WORDS
-    ),
-    # _build_lora_config_kwargs of loaders/adapter.py hands false to nobody
-    UnreadRule(
-        ("Axolotl",),
-        ("peft_init_lora_weights",),
-        lambda file: isinstance(file.get("peft_init_lora_weights"), bool),
-    ),
-    # recipes/llm/train_ft.py takes null for 1.0, as it does a key that is absent
-    UnreadRule(
-        ("Automodel",),
-        ("clip_grad_norm.max_norm",),
-        lambda file: read_section(file, "clip_grad_norm").get("max_norm") is None,
-    ),
-    # parallelize_model of components/moe/parallelizer.py, which takes float32 alone for a head's
-    # dtype; recipes/_dist_utils.py reads the section where experts are spread over ranks alone
-    UnreadRule(
-        ("Automodel",),
-        ("distributed.moe.lm_head_precision",),
-        lambda file: not _has_head_in_fp32(file),
-    ),
-    # hparams/parser.py takes null for an absent key: packing is then on with stage: pt alone
-    UnreadRule(("LLaMA-Factory",), ("packing",), lambda file: file.get("packing") is None),
-    # read by train/dpo/trainer.py and train/kto/trainer.py alone
-    UnreadRule(
-        ("LLaMA-Factory",),
-        ("pref_ftx",),
-        lambda file: file.get("stage", "sft") not in ("dpo", "kto"),
-    ),
-    # read by train/sft/trainer.py alone
-    UnreadRule(
-        ("LLaMA-Factory",),
-        ("use_dft_loss", "use_eaft_loss", "use_asft_loss"),
-        lambda file: file.get("stage", "sft") != "sft",
-    ),
-    # compute_loss of transformers' Trainer smooths no labels under a compute_loss_func
-    UnreadRule(
-        ("LLaMA-Factory",),
-        ("label_smoothing_factor",),
-        lambda file: any(map(file.get, ("use_dft_loss", "use_eaft_loss", "use_asft_loss"))),
-    ),
-    # create_optimizer and the losses of mcore_adapter's trainer, and config_builder.py of
-    # train/megatron_bridge, have their own
-    UnreadRule(
-        ("LLaMA-Factory",),
-        (
-            *("optim", "use_muon", "use_adam_mini", "use_apollo", "use_badam", "use_galore"),
-            *("label_smoothing_factor", "use_dft_loss", "use_eaft_loss", "use_asft_loss"),
-            *("additional_target", "loraplus_lr_ratio", "pissa_init", "use_dora", "use_rslora"),
-            *("lora_dropout", "lora_target"),
-        ),
-        lambda file: is_of_mcore(file) or is_of_bridge(file),
-    ),
-    # run_sft of train/mca/workflow.py trains all weights, whatever finetuning_type says
-    UnreadRule(
-        ("LLaMA-Factory",),
-        ("finetuning_type", "lora_alpha", "lora_rank"),
-        lambda file: is_of_mcore(file) and file.get("finetuning_type") != "full",
-    ),
-    # train/pt/trainer.py and train/sft/trainer.py alone read it
-    UnreadRule(
-        ("LLaMA-Factory",),
-        ("fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
-        lambda file: file.get("stage", "sft") not in ("pt", "sft"),
-    ),
-    # fit of v1/core/base_trainer.py leaves clipping to DeepSpeed, whose file has its own bound
-    UnreadRule(
-        ("LLaMA-Factory",),
-        ("max_grad_norm",),
-        lambda file: "batching_strategy" in file and bool(file.get("deepspeed")),
-    ),
-    # config_builder.py and dataset_export.py of train/megatron_bridge
-    UnreadRule(
-        ("LLaMA-Factory",),
-        (
-            *("lr_scheduler_kwargs", "neftune_noise_alpha", "rope_scaling"),
-            *("mask_history", "neat_packing", "packing", "train_on_prompt"),
-        ),
-        is_of_bridge,
-    ),
+    (("warmup_steps",), lambda file: file.get("warmup_steps") == 0 and file.get("warmup_ratio")),
+    (("neftune_noise_alpha",), lambda file: file.get("neftune_noise_alpha") == 0),
+    NO_LIMIT,
 )
+# A comment names the tool's code by which a rule holds.
+UNREAD_RULES: Mapping[Tool, tuple[UnreadRule, ...]] = {
+    "TRL": OF_TRAINER,
+    "Axolotl": (
+        # create_scheduler of core/trainers/mixins/scheduler.py
+        (
+            ("cosine_min_lr_ratio",),
+            lambda file: _warms_up_by_squares(file) or _find_schedule(file) not in COSINE_SCHEDULES,
+        ),
+        (
+            ("cosine_constant_lr_ratio",),
+            lambda file: (
+                _warms_up_by_squares(file)
+                or _find_schedule(file) != "cosine"
+                or not file.get("cosine_min_lr_ratio")
+            ),
+        ),
+        (("lr_quadratic_warmup",), lambda file: not _warms_up_by_squares(file)),
+        # from_pretrained of the tokenizer
+        (
+            ("tokenizer_legacy",),
+            lambda file: str(file.get("tokenizer_type")).removesuffix("Fast") in BYTE_TOKENIZERS,
+        ),
+        # core/builders/causal.py passes these on; the builder of trainers for `rl` does not
+        (
+            (
+                "neftune_noise_alpha",
+                "noisy_embedding_alpha",
+                "early_stopping_patience",
+                "load_best_model_at_end",
+                "loss_watchdog_threshold",
+                "loss_watchdog_patience",
+                "dataloader_drop_last",
+                *("use_dft", "use_eaft", "eaft_alpha", "eaft_k"),
+                *("lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute"),
+            ),
+            lambda file: file.get("rl"),
+        ),
+        (
+            ("optim_args.betas", "optim_args.eps", "optim_args.weight_decay"),
+            lambda file: not _takes_arguments(str(file.get("optimizer"))),
+        ),
+        # _configure_custom_optimizer passes on both adam_beta1 and adam_beta2, or neither
+        (
+            ("adam_beta1", "adam_beta2"),
+            lambda file: (
+                _takes_arguments(str(file.get("optimizer")))
+                and not (file.get("adam_beta1") and file.get("adam_beta2"))
+            ),
+        ),
+        NO_LIMIT,
+        # set_training_args_kwargs of core/trainers/dpo
+        (
+            ("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing"),
+            lambda file: file.get("rl") != "dpo",
+        ),
+        # _build_lora_config_kwargs of loaders/adapter.py hands false to nobody
+        (
+            ("peft_init_lora_weights",),
+            lambda file: isinstance(file.get("peft_init_lora_weights"), bool),
+        ),
+    ),
+    "LLaMA-Factory": (
+        *OF_TRAINER,
+        # the default of DataArguments in hparams/data_args.py
+        (("mix_strategy",), lambda file: file.get("mix_strategy") == "concat"),
+        # hparams/parser.py takes null for an absent key: packing is then on with stage: pt alone
+        (("packing",), lambda file: file.get("packing") is None),
+        # read by train/dpo/trainer.py and train/kto/trainer.py alone
+        (("pref_ftx",), lambda file: file.get("stage", "sft") not in ("dpo", "kto")),
+        # read by train/sft/trainer.py alone
+        (
+            ("use_dft_loss", "use_eaft_loss", "use_asft_loss"),
+            lambda file: file.get("stage", "sft") != "sft",
+        ),
+        # compute_loss of transformers' Trainer smooths no labels under a compute_loss_func
+        (
+            ("label_smoothing_factor",),
+            lambda file: any(map(file.get, ("use_dft_loss", "use_eaft_loss", "use_asft_loss"))),
+        ),
+        # create_optimizer and the losses of mcore_adapter's trainer, and config_builder.py of
+        # train/megatron_bridge, have their own
+        (
+            (
+                *("optim", "use_muon", "use_adam_mini", "use_apollo", "use_badam", "use_galore"),
+                *("label_smoothing_factor", "use_dft_loss", "use_eaft_loss", "use_asft_loss"),
+                *("additional_target", "loraplus_lr_ratio", "pissa_init", "use_dora", "use_rslora"),
+                *("lora_dropout", "lora_target"),
+            ),
+            lambda file: is_of_mcore(file) or is_of_bridge(file),
+        ),
+        # run_sft of train/mca/workflow.py trains all weights, whatever finetuning_type says
+        (
+            ("finetuning_type", "lora_alpha", "lora_rank"),
+            lambda file: is_of_mcore(file) and file.get("finetuning_type") != "full",
+        ),
+        # train/pt/trainer.py and train/sft/trainer.py alone read it
+        (
+            ("fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
+            lambda file: file.get("stage", "sft") not in ("pt", "sft"),
+        ),
+        # fit of v1/core/base_trainer.py leaves clipping to DeepSpeed, whose file has its own bound
+        (("max_grad_norm",), lambda file: "batching_strategy" in file and file.get("deepspeed")),
+        # config_builder.py and dataset_export.py of train/megatron_bridge
+        (
+            (
+                *("lr_scheduler_kwargs", "neftune_noise_alpha", "rope_scaling"),
+                *("mask_history", "neat_packing", "packing", "train_on_prompt"),
+            ),
+            is_of_bridge,
+        ),
+    ),
+    "Automodel": (
+        # recipes/llm/train_ft.py takes null for 1.0, as it does a key that is absent
+        (
+            ("clip_grad_norm.max_norm",),
+            lambda file: read_section(file, "clip_grad_norm").get("max_norm") is None,
+        ),
+        # parallelize_model of components/moe/parallelizer.py, which takes float32 alone for the
+        # dtype of a head; recipes/_dist_utils.py reads the section where experts are spread over
+        # ranks alone
+        (("distributed.moe.lm_head_precision",), lambda file: not _has_head_in_fp32(file)),
+    ),
+    "ms-swift": (
+        *OF_TRAINER,
+        (("early_stop_interval",), lambda file: file.get("early_stop_interval") == 0),
+        # init_self_cognition_preprocessor of dataset/loader.py: for rows on the model's own name
+        (
+            ("model_author", "model_name"),
+            lambda file: "self-cognition" not in f"{file.get('dataset')} {file.get('val_dataset')}",
+        ),
+        (
+            (
+                *("target_modules", "target_parameters", "target_regex", "modules_to_save"),
+                *("lora_bias", "use_dora", "use_rslora", *ADAPTERS_OF_LORA_GA),
+            ),
+            starts_by_lora_ga,
+        ),
+        # peft's own start: __post_init__ of arguments/tuner_args.py
+        (("init_weights",), lambda file: str(file.get("init_weights")).lower() == "true"),
+    ),
+}
 
 
 def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[str]]:
@@ -295,9 +257,9 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
         _read_launch_file(file)
     unread = [
         key
-        for rule in UNREAD_RULES
-        if tool in rule.tools and rule.applies(settings)
-        for key in rule.keys
+        for keys, applies in UNREAD_RULES.get(tool, ())
+        if applies(settings)
+        for key in keys
         if _remove_key(file, key)
     ]
     if _is_replaced_on_cpu(tool, settings):
@@ -349,16 +311,14 @@ def _moves_optimizer(deepspeed: Any) -> bool:
 # components/config/loader.py; HfArgumentParser of TRL's scripts/_hf_argparser.py, which reads a
 # file's texts as it does those of a command; transformers' own, by which ms-swift reads both; and
 # pydantic.
-TRUTH_WORDS: Mapping[str, Any] = {"true": True, "false": False}
-NULL_WORDS: Mapping[str, Any] = {"none": None}
 WORDS: Mapping[Tool, Mapping[str, Any]] = {
-    "TRL": {**TRUTH_WORDS, **NULL_WORDS, "null": None},
-    "Automodel": {**TRUTH_WORDS, **NULL_WORDS},
+    "TRL": {"true": True, "false": False, "none": None, "null": None},
+    "Automodel": {"true": True, "false": False, "none": None},
     "ms-swift": {
         **dict.fromkeys(("true", "yes", "t", "y"), True),
         **dict.fromkeys(("false", "no", "f", "n"), False),
     },
-    "Axolotl": TRUTH_WORDS,
+    "Axolotl": {"true": True, "false": False},
 }
 AS_TEXT = ("report_to", "eos_token", "pad_token")  # keys whose values TRL leaves as they are
 

@@ -612,7 +612,7 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("model", name, SCALES_FOLDED)
     _report_attention(family, settings, conversion)
     # a file with images says in another line that its model is not known
-    is_for_images = conversion.images or any(
+    is_for_images = conversion.image_family or any(
         UNKNOWN_IMAGES in line for line in conversion.differences
     )
     if guess_family(name) is None and not is_for_images:
@@ -645,7 +645,7 @@ def _report_scores(settings: ToolFile, conversion: Conversion) -> None:
     if read_value(settings, "quantization.load_in_4bit") and not is_loaded_otherwise:
         conversion.add_difference("quantization.load_in_4bit", True, HEAD_IN_4_BITS)
     loss = read_section(settings, "loss_fn")
-    family = conversion.images or guess_family(name_model(settings)) or ""
+    family = conversion.image_family or guess_family(name_model(settings)) or ""
     source = read_family_source(family)
     target = str(loss.get("_target_"))
     is_capped = bool(loss.get("logit_softcapping"))
@@ -864,7 +864,7 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
     is_cut = dataset.get("truncate", dataset.get("max_length") is not None)
     drops_long = bool(pack_size and packed.get("drop_long_samples"))
     # rows with images are never cut here
-    cuts_texts = is_cut and conversion.images is None and not drops_long
+    cuts_texts = is_cut and conversion.image_family is None and not drops_long
     overlength = "truncate" if cuts_texts else "drop"
     if length and overlength == "drop":
         note = LONG_ROWS_CUT_OR_REPLACED if is_cut else LONG_ROWS_REPLACED
@@ -879,7 +879,7 @@ def _adapt_lengths_of_images(settings: ToolFile, conversion: Conversion) -> None
     if pack_size:
         conversion.remarks.append(PACKED_BY_ESTIMATE)
         conversion.recipe |= {"packing": True, "max_length": pack_size, "overlength": overlength}
-        if conversion.images is not None:
+        if conversion.image_family is not None:
             # only the default attention here keeps documents with images apart in a packed row
             conversion.recipe.pop("attn_implementation", None)
         return
@@ -960,11 +960,11 @@ def _report_rows_of_images(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_remark("freeze_embeddings", True, EMBEDDING_THERE)
     if frozen.get("freeze_language_model") and has_text_part and not reads_images(settings):
         conversion.add_difference("freeze_language_model", True, "trained here")
-    if conversion.images in FAMILIES_WITHOUT_HEADER or (
-        conversion.images and "pixtral" in name.lower()
+    if conversion.image_family in FAMILIES_WITHOUT_HEADER or (
+        conversion.image_family and "pixtral" in name.lower()
     ):
         conversion.add_difference("model", name, FOUND_BY_WORDS)
-    if conversion.images in FAMILIES_WITH_BREAK:
+    if conversion.image_family in FAMILIES_WITH_BREAK:
         conversion.remarks.append(HEADER_UNFOUND)
 
 
@@ -1065,7 +1065,7 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
     model = read_section(settings, "model")
     attention = model.get("attn_implementation")
     is_whole = not shares_rows and not packs_images
-    if attention == "te" and conversion.images == "gemma3" and is_whole:
+    if attention == "te" and conversion.image_family == "gemma3" and is_whole:
         conversion.add_difference("model.attn_implementation", attention, IMAGES_UNSEEN_BY_ENGINE)
     if shares_rows or not (packs_images_unsplit or packs_texts):
         return
@@ -1080,7 +1080,7 @@ def _report_masks(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference(
             "model.attn_implementation", attention, WITHOUT_WINDOWS.format("")
         )
-    elif conversion.images == "gemma3":
+    elif conversion.image_family == "gemma3":
         conversion.add_difference("model.attn_implementation", attention, IMAGES_IN_ORDER)
     elif (
         has_own_class

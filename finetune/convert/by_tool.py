@@ -434,9 +434,9 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
     LLaMA-Factory bounds the size of an image even without a key for it.
     """
     name = name_model(settings)
-    if conversion.images and SEEN_IN_WINDOWS.search(name.lower()):
+    if conversion.image_family and SEEN_IN_WINDOWS.search(name.lower()):
         _report_layers_of_images(settings, name, conversion)
-    if conversion.images and settings.get("tokenizer_use_mistral_common"):
+    if conversion.image_family and settings.get("tokenizer_use_mistral_common"):
         conversion.add_difference("tokenizer_use_mistral_common", True, RESIZED_BY_COMMON)
     elif conversion.tool == "torchtune":
         if shows_images(settings):
@@ -448,7 +448,7 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
         and settings.get("stage") != "pt"
         and not conversion.is_factory_v1
     )
-    if conversion.images and is_bounded and settings.get("image_max_pixels") is None:
+    if conversion.image_family and is_bounded and settings.get("image_max_pixels") is None:
         conversion.add_difference("image_max_pixels", None, IMAGES_SHRUNK)
 
 

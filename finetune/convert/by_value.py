@@ -285,7 +285,7 @@ def _report_automodel(settings: ToolFile, conversion: Conversion) -> None:
     if is_default:
         recipe["neftune_noise_alpha"] = NOISE_ALPHA
     alpha = recipe.get("neftune_noise_alpha")
-    if alpha and conversion.images is not None:
+    if alpha and conversion.image_family is not None:
         del recipe["neftune_noise_alpha"]
         conversion.add_remark("neftune.noise_alpha", alpha, NO_NOISE)
     elif alpha and is_default:

@@ -338,7 +338,7 @@ def set_template(key: str, value: Any, pair: Counterpart, conversion: Conversion
     A file with images keeps the tokenizer's own template.
     """
     name = str(value)
-    if conversion.images:
+    if conversion.image_family:
         conversion.add_remark(key, value, "the tokenizer's own template, which writes the images")
         if conversion.tool == "Axolotl":
             _compare_templates_of_images(key, name, conversion)
@@ -368,7 +368,7 @@ def _compare_templates_of_images(key: str, name: str, conversion: Conversion) ->
     """Reports what Axolotl's template `name` writes otherwise than the tokenizer's own one."""
     if name in OTHER_SPACE:
         conversion.add_remark(key, name, OTHER_SPACE[name])
-    if name in SYSTEM_OF_IMAGES and conversion.images not in SYSTEM_OF_IMAGES[name]:
+    if name in SYSTEM_OF_IMAGES and conversion.image_family not in SYSTEM_OF_IMAGES[name]:
         conversion.add_difference(key, name, OWN_SYSTEM)
 
 
@@ -385,7 +385,7 @@ def add_tokenizers_turns(settings: ToolFile, conversion: Conversion) -> None:
     """
     if settings.get("tokenizer_use_mistral_common"):
         conversion.remarks.append(ANSWERS_STRIPPED)
-        if conversion.images:
+        if conversion.image_family:
             conversion.add_difference("tokenizer_use_mistral_common", True, COMMON_TURNS_OF_IMAGES)
         else:
             _add_mistral_turns(settings, conversion)
@@ -552,7 +552,11 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
             conversion.add_difference("datasets.type", "chat_template", note)
     # add_tokenizers_turns sets the template for mistral-common later
     has_own_template = not settings.get("tokenizer_use_mistral_common")
-    if has_own_template and "chat_template" not in conversion.recipe and not conversion.images:
+    if (
+        has_own_template
+        and "chat_template" not in conversion.recipe
+        and not conversion.image_family
+    ):
         report_own_thoughts(name, "datasets.type", "chat_template", conversion)
     end = _find_end_besides_eos(name, conversion)
     eot_tokens = settings.get("eot_tokens")
@@ -563,7 +567,7 @@ def report_turn_ends(settings: ToolFile, conversion: Conversion) -> None:
         )
         conversion.add_difference("eot_tokens", eot_tokens, note)
     is_unknown = _has_unknown_ends(name, conversion)
-    if has_own_template and is_unknown and not (eot_tokens or conversion.images):
+    if has_own_template and is_unknown and not (eot_tokens or conversion.image_family):
         conversion.add_remark("eot_tokens", None, OTHER_ENDS)
 
 
@@ -650,7 +654,7 @@ def end_last_answers(settings: ToolFile, conversion: Conversion) -> None:
     if "chat_template" in recipe or not learns_turns or not MAYBE_ENDLESS.search(name):
         return
     matches = (ours for ours, models in ENDED_TEMPLATES.items() if re.search(models, name))
-    template = None if conversion.images else next(matches, None)
+    template = None if conversion.image_family else next(matches, None)
     asked = settings.get("chat_template")
     if template is None:
         conversion.add_remark("chat_template", asked, STOPPED_HERE)
@@ -715,9 +719,9 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     lower = name.lower()
     # LLaMA-Factory's v1 splits the turns as this toolkit does
     trains_from_header = not conversion.is_factory_v1 and (
-        conversion.tool != "Automodel" or conversion.images in FAMILIES_MARKED_BY_HEADER
+        conversion.tool != "Automodel" or conversion.image_family in FAMILIES_MARKED_BY_HEADER
     )
-    own_thought = THOUGHT_WHOLE if conversion.images and trains_from_header else OWN_THOUGHT
+    own_thought = THOUGHT_WHOLE if conversion.image_family and trains_from_header else OWN_THOUGHT
     # these two write one text for all answers of a row
     is_one_text = conversion.tool in ("Axolotl", "Automodel")
     if THINKING.search(lower):
@@ -727,7 +731,7 @@ def report_own_thoughts(name: str, key: str, value: str, conversion: Conversion)
     elif THINKING_LAST.search(lower):
         if is_one_text:
             conversion.add_difference(key, value, ONE_TEXT)
-        if conversion.tool != "Axolotl" or conversion.images:
+        if conversion.tool != "Axolotl" or conversion.image_family:
             conversion.add_difference(key, value, own_thought)
     elif MAYBE_THINKING.search(lower):
         conversion.remarks.append(f"{key}: {value}   ({own_thought})")

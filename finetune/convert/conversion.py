@@ -331,8 +331,8 @@ def _convert(file: LoadedFile) -> Conversion:
     # 1. Each key by itself.
     tool, settings, text, is_v1, source = file
     refuse_other_methods(tool, settings, source)
-    _, images = find_images(tool, settings)
-    conversion = Conversion(tool, images=images, is_factory_v1=is_v1)
+    _, image_family = find_images(tool, settings)
+    conversion = Conversion(tool, image_family=image_family, is_factory_v1=is_v1)
     report_adam_on_cpu(tool, settings, conversion)
     settings, unread = read_as_tool(tool, settings)
     conversion.ignored += unread

@@ -579,7 +579,7 @@ def _take_tokenizer(entry: DataSetEntry, conversion: Conversion) -> None:
     """
     keys = {key for key in entry.unread if key.startswith("tokenizer.")}
     section = {key.removeprefix("tokenizer."): entry.take(key) for key in sorted(keys)}
-    if entry.where != "dataset" or conversion.images is not None:
+    if entry.where != "dataset" or conversion.image_family is not None:
         return
     name = section.get("pretrained_model_name_or_path")
     if name and name != conversion.recipe.get("model_name_or_path"):
@@ -1139,12 +1139,12 @@ class _FactoryData:
             conversion.add_remark(f"{entry.where}.num_samples", count, REPEATED)
         if "columns.images" not in entry.unread:
             return sources
-        if conversion.images is None and conversion.recipe.pop("chat_template", None):
+        if conversion.image_family is None and conversion.recipe.pop("chat_template", None):
             conversion.remarks.append(
                 f"{entry.where}: the tokenizer's own template, which writes the images"
             )
         model = str(self.settings.get("model_name_or_path"))
-        conversion.images = conversion.images or guess_vision_family(model)
+        conversion.image_family = conversion.image_family or guess_vision_family(model)
         folder = self.settings.get("media_dir")
         if folder:
             return [keys | {"image_folder": str(folder)} for keys in sources]

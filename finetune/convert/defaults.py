@@ -141,7 +141,7 @@ def _fit_data(settings: ToolFile, conversion: Conversion, defaults: dict[str, An
     method = find_method_facts(recipe)
     if conversion.tool == "LLaMA-Factory" and settings.get("stage") == "pt":
         defaults["packing"] = True
-    if conversion.tool == "TRL" and method.rows == "answers" and not conversion.images:
+    if conversion.tool == "TRL" and method.rows == "answers" and not conversion.image_family:
         # pack_dataset of its data_utils.py, and _prepare_dataset of its SFTTrainer, cut plain text
         # too, which is split here by default
         splits = settings.get("packing") and settings.get("packing_strategy") in SPLITTING

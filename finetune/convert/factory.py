@@ -157,7 +157,7 @@ def _adapt_v0(settings: ToolFile, conversion: Conversion, *, packs: bool) -> Non
         recipe["overlength"] = "truncate"
     elif stage != "rm" and not is_of_bridge(settings):
         conversion.remarks.append(SHARED_CUT.format(recipe.get("max_length", 2048)))
-    has_vision = conversion.images is not None or has_tower(name_model(settings))
+    has_vision = conversion.image_family is not None or has_tower(name_model(settings))
     if is_of_megatron(settings):
         _report_megatron(settings, conversion)
     elif has_vision and stage in ("pt", "sft"):
@@ -192,7 +192,7 @@ def _report_counts(settings: ToolFile, conversion: Conversion) -> None:
     recipe = conversion.recipe
     stage = settings.get("stage", "sft")
     trains_firsts = stage == "pt" or (stage == "sft" and settings.get("train_on_prompt"))
-    has_vision = conversion.images is not None or has_tower(name_model(settings))
+    has_vision = conversion.image_family is not None or has_tower(name_model(settings))
     if trains_firsts and not has_vision and not is_of_megatron(settings):
         conversion.remarks.append(FIRST_COUNTED)
     splits = recipe.get("chat_template") in SPLIT_TEMPLATES and recipe.get("train_on") != "all"

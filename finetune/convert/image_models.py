@@ -151,10 +151,10 @@ def adapt_images(settings: ToolFile, conversion: Conversion) -> None:
     Here only the language model is trained by default.
     """
     key = _find_image_key(conversion.tool, settings)
-    if conversion.images is None and key is not None:
+    if conversion.image_family is None and key is not None:
         capability = "images of a family that the model's name does not say"
         conversion.add_difference(key, name_model(settings), UNKNOWN_IMAGES, capability)
-    if conversion.images is None:
+    if conversion.image_family is None:
         return
     load_key = next((key for key in LOAD_KEYS if conversion.recipe.get(key)), None)
     if load_key and conversion.tool in ("Axolotl", "LLaMA-Factory"):
@@ -251,7 +251,7 @@ def report_unread_parts(settings: ToolFile, conversion: Conversion) -> None:
     data_sets = list(find_texts(settings.get("dataset"), "_component_"))
     are_texts = data_sets and all(map(TEXTS_ALONE.fullmatch, data_sets))
     decoder = model.get("decoder_trainable", False)
-    if conversion.images == "mllama" and are_texts and decoder in (False, "frozen"):
+    if conversion.image_family == "mllama" and are_texts and decoder in (False, "frozen"):
         # full training of the fusion layers includes the embedding's rows for images
         trains_embedding_rows = model.get("fusion_trainable") in (True, "full")
         decay = DECAYS_ALONE if str(settings.get("dtype")) == "fp32" else ROUNDED_AWAY
@@ -287,7 +287,7 @@ def _adapt_automodels_parts(settings: ToolFile, conversion: Conversion) -> None:
     frozen = read_section(settings, "freeze_config")
     if frozen.get("freeze_audio_tower") is False:
         conversion.add_remark("freeze_audio_tower", False, SOUND_THERE)
-    source = read_family_source(conversion.images or "")
+    source = read_family_source(conversion.image_family or "")
     projectors = [
         part
         for part in sorted(set(PROJECTOR.findall(source)))
@@ -335,7 +335,7 @@ def _report_adapted_parts(
     The names of their linear layers, from transformers' source, are matched as ModuleMatcher of
     components/_peft/module_matcher.py does.
     """
-    family = conversion.images or ""
+    family = conversion.image_family or ""
     source = read_family_source(family)
     tower_layers = find_vision_layers(family) or ("q_proj",)  # a tower of another family has q_proj
     towers = set(TOWER_PART.findall(source)) if trains_tower else set()
@@ -401,7 +401,7 @@ def _report_tower(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("lora_target_linear"):
         targets = "all-linear"
     names_language_model = re.search("language_model|text_model", str(targets))
-    if not names_language_model and _may_adapt_tower(targets, str(conversion.images)):
+    if not names_language_model and _may_adapt_tower(targets, str(conversion.image_family)):
         note = "layers of the vision tower by these names too there"
         conversion.add_difference("lora_target_modules", targets, note)
 
@@ -413,7 +413,7 @@ def _report_axolotl_images(settings: ToolFile, conversion: Conversion) -> None:
     conversion.add_difference("sequence_len", settings.get("sequence_len"), IMAGES_UNCUT)
     knows_roles = (
         settings.get("chat_template") in ROLES_BY_TEMPLATE
-        or conversion.images in ROLES_BY_FAMILY
+        or conversion.image_family in ROLES_BY_FAMILY
         or any(map(settings.get, ROLES_BY_KEY))
         or settings.get("rl")  # TRL's trainers read these rows
     )
@@ -435,7 +435,7 @@ def _report_image_rows(settings: ToolFile, conversion: Conversion) -> None:
     note = COLUMN_REFUSED if settings.get("tokenizer_use_mistral_common") else IMAGES_OF_COLUMN
     conversion.remarks.append(f"datasets: {note}")
     is_pixtral = PIXTRAL in name_model(settings).lower()
-    if conversion.images in WITHOUT_BOS_BEFORE_IMAGES and not is_pixtral:
+    if conversion.image_family in WITHOUT_BOS_BEFORE_IMAGES and not is_pixtral:
         conversion.remarks.append(TOKENIZERS_BOS_OF_IMAGES)
 
 
@@ -453,7 +453,7 @@ def _report_image_thoughts(settings: ToolFile, conversion: Conversion) -> None:
 def _report_marks(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which tokens around an image are trained when all text of a row is."""
     processor = settings.get("processor_type")
-    if conversion.images in MARKED_IMAGES or PIXTRAL in name_model(settings).lower():
+    if conversion.image_family in MARKED_IMAGES or PIXTRAL in name_model(settings).lower():
         conversion.add_difference("processor_type", processor, MARKS_TRAINED)
-    elif conversion.images in GLM_IMAGES:
+    elif conversion.image_family in GLM_IMAGES:
         conversion.add_difference("processor_type", processor, GLM_MARKS)

@@ -338,7 +338,9 @@ def _report_prompts(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which tokens of a conversation are not trained there though the file asks for prompts
     too: Axolotl's marks around turns, and torchtune's system messages.
     """
-    has_answers = find_method_facts(conversion.recipe).rows == "answers" and not conversion.images
+    has_answers = (
+        find_method_facts(conversion.recipe).rows == "answers" and not conversion.image_family
+    )
     has_turns = _has_chats(settings)
     if (
         conversion.tool == "Axolotl"
@@ -369,7 +371,7 @@ def _report_tokenizer(settings: ToolFile, conversion: Conversion) -> None:
 
 def _report_ends(settings: ToolFile, conversion: Conversion) -> None:
     """Reports how texts and answers begin and end if they hold a BOS or EOS token, or are empty."""
-    if find_method_facts(conversion.recipe).rows != "answers" or conversion.images:
+    if find_method_facts(conversion.recipe).rows != "answers" or conversion.image_family:
         return
     if conversion.tool == "TRL":
         conversion.remarks.append(ENDS_OF_TEXTS)
@@ -395,7 +397,7 @@ def _report_joined_breaks(settings: ToolFile, conversion: Conversion) -> None:
     """
     recipe = conversion.recipe
     rows = find_method_facts(recipe).rows
-    if conversion.tool not in ENCODING_AS_ONE or conversion.images:
+    if conversion.tool not in ENCODING_AS_ONE or conversion.image_family:
         return
     if conversion.tool == "Axolotl" and rows == "answers" and not _has_chats(settings):
         return  # its other strategies encode an answer by itself, or read tokens

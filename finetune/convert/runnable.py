@@ -105,12 +105,14 @@ def make_runnable(conversion: Conversion) -> None:
     facts = find_facts(conversion.recipe)
     name = str(conversion.recipe.get("model_name_or_path"))
     # a model has its tower even if its rows have no images
-    if facts is not None and (conversion.images or has_tower(name)):
+    if facts is not None and (conversion.image_family or has_tower(name)):
         facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
         _fit_family(conversion, facts)
-    if conversion.images in IMAGE_FAMILIES:  # `_fit_family` has not run for a family of images only
-        _drop_remote_code(str(conversion.images), conversion)
+    if (
+        conversion.image_family in IMAGE_FAMILIES
+    ):  # `_fit_family` has not run for a family of images only
+        _drop_remote_code(str(conversion.image_family), conversion)
     # keys of the recipe, and of the Accelerate file
     fixable = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
     problems = judge(conversion, facts)
@@ -235,7 +237,7 @@ def judge(conversion: Conversion, facts: ModelFacts | None) -> list[Problem]:
     ranks = max(layout.smallest_world, 1 if layout.layout == "single" else 2)
     if layout.ranks_per_row > 1:  # the mesh of the Accelerate file decides
         ranks = layout.ranks_per_batch * (layout.shard_size or 1)
-    problems = find_problems(recipe, layout, facts, ranks, images=conversion.images)
+    problems = find_problems(recipe, layout, facts, ranks, images=conversion.image_family)
     return [problem for problem in problems if not problem.is_note]
 
 
@@ -364,7 +366,7 @@ def _rename_targets(conversion: Conversion, facts: ModelFacts) -> None:
         conversion.add_difference("lora_target_modules", "gate", ROUTERS)
     missing = _report_embeddings(missing, conversion)
     if missing:
-        if conversion.images:
+        if conversion.image_family:
             reason = BESIDE_TEXT
         elif REMOTE_CODE.format(family) in conversion.remarks:
             reason = OWN_CODE

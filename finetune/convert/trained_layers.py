@@ -70,7 +70,7 @@ def adapt_trained_layers(settings: ToolFile, conversion: Conversion) -> None:
 
     For torchtune it adds which parts of Llama 3.2 Vision are trained; for other tools, nothing.
     """
-    if conversion.tool == "torchtune" and conversion.images:
+    if conversion.tool == "torchtune" and conversion.image_family:
         adapt_fusion(read_section(settings, "model"), name_model(settings), conversion)
         report_unread_parts(settings, conversion)
     if conversion.tool != "Automodel":

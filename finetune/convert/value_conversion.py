@@ -33,7 +33,7 @@ class Conversion:
     # text of an Accelerate file to write beside the recipe; None if a shipped one will do
     accelerate_file: str | None = None
     # model_type of the whole vision-language model; None if the file does not train on images
-    images: str | None = None
+    image_family: str | None = None
     # last parts of the names, or patterns, of layers that an Automodel file excludes from LoRA
     excluded_layers: frozenset[str] = frozenset()
     # capabilities that we lack, and that some of the differences are due to

@@ -168,7 +168,7 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     name = str(found.recipe["model_name_or_path"])
     recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
     recipe |= {
-        "model_name_or_path": str(make_tiny(name, into, found.images, _name_tokens(recipe))),
+        "model_name_or_path": str(make_tiny(name, into, found.image_family, _name_tokens(recipe))),
         "output_dir": str(place / "run"),
     }
     recipe.pop("tokenizer_name_or_path", None)
@@ -205,7 +205,7 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
             recipe[key] = [
                 write_rows(entry, rows, place / f"{key}{number}.jsonl") for number, entry in entries
             ]
-            if found.images in PROCESSORS:
+            if found.image_family in PROCESSORS:
                 add_pictures(recipe[key])
     if "accelerate_config" in recipe:
         recipe["accelerate_config"] = str(write_layout(str(recipe["accelerate_config"]), place))

@@ -1929,7 +1929,7 @@ def test_the_method_of_a_v1_file_stands_on_its_command_line(
     (tmp_path / "plain.yaml").write_text(
         V1.replace("Qwen3-4B", "Qwen3-VL-4B-Instruct") + "model_class: other\n"
     )
-    assert convert_file(tmp_path / "plain.yaml").images == "qwen3_vl"
+    assert convert_file(tmp_path / "plain.yaml").image_family == "qwen3_vl"
 
 
 def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_apart(

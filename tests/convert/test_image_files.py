@@ -188,7 +188,10 @@ def test_what_a_tool_trains_beside_the_language_model_is_listed(tmp_path: Path) 
 def test_automodels_recipes_for_images_are_read(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(AUTOMODEL)
     found = convert_file(tmp_path / "theirs.yaml")
-    assert (found.images, found.recipe["model_name_or_path"]) == ("gemma3", "google/gemma-3-4b-it")
+    assert (found.image_family, found.recipe["model_name_or_path"]) == (
+        "gemma3",
+        "google/gemma-3-4b-it",
+    )
     assert any(line.startswith("freeze_embeddings: true") for line in found.remarks)
     assert found.missing_capabilities == ["a data set made by code"]
 
@@ -218,7 +221,7 @@ def test_automodels_projector_is_trained_as_there(family: str, tmp_path: Path) -
     names |= {"llava_next": "llava-hf/llava-v1.6-mistral-7b-hf"}
     (tmp_path / "theirs.yaml").write_text(AUTOMODEL.replace("google/gemma-3-4b-it", names[family]))
     found = convert_file(tmp_path / "theirs.yaml")
-    assert found.images == family
+    assert found.image_family == family
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(family))
     keys = replace(Model(), trainable_modules=tuple(found.recipe.get("trainable_modules", ())))
@@ -259,7 +262,7 @@ def test_a_familys_images_are_read_where_a_run_takes_them(family: str, tmp_path:
         f"base_model: {tmp_path / 'model'}\nprocessor_type: AutoProcessor\ndatasets: [{{path: org/rows}}]\n"
     )
     if family in IMAGE_FAMILIES:
-        assert convert_file(file).images == family
+        assert convert_file(file).image_family == family
     else:
         with pytest.raises(
             Refusal,
@@ -302,7 +305,7 @@ def test_llama_factorys_mean_of_means_is_said(model: str, is_said: bool, tmp_pat
     text_alone = text_alone.replace("mllm_demo", "texts").replace("qwen2_vl", "qwen")
     (tmp_path / "theirs.yaml").write_text(text_alone)
     found = convert_file(tmp_path / "theirs.yaml")
-    assert found.images is None
+    assert found.image_family is None
     assert any("the mean of each micro-batch" in line for line in found.remarks) == is_said
 
 
@@ -360,7 +363,7 @@ def test_where_the_tokens_of_an_image_see_each_other_is_said_of_gemma_4s_large_m
 ) -> None:
     for name, is_said in (("31B-it", True), ("26B-A4B-it", False), ("E4B-it", False)):
         made = convert_automodels(tmp_path, f"google/gemma-4-{name}")
-        assert made.images == "gemma4"
+        assert made.image_family == "gemma4"
         assert any(IMAGES_SEEN_IN_ALL_LAYERS in line for line in made.remarks) == is_said
 
 
@@ -552,7 +555,7 @@ def test_texts_of_automodels_recipe_for_images_are_packed_as_texts(tmp_path: Pat
         dataset=TULU | {"truncate": False},
         packed_sequence=packed | {"post_tokenize_hook_fn": hook},
     )
-    assert made.images is None and not made.to_do
+    assert made.image_family is None and not made.to_do
     assert made.recipe["datasets"] == [{"path": TULU["path_or_dataset"], "type": "messages"}]
     assert [made.recipe[key] for key in ("packing", "max_length", "overlength")] == [
         True,
@@ -694,7 +697,7 @@ def test_torchtunes_texts_for_llama_3_2_vision_have_no_system_message_of_the_mod
     """The model's own template writes one with a date into a row without images; torchtune's tokenizer none."""
     (tmp_path / "theirs.yaml").write_text(TUNE % rows)
     found = convert_file(tmp_path / "theirs.yaml")
-    assert found.images == "mllama" and found.recipe.get("chat_template") == template
+    assert found.image_family == "mllama" and found.recipe.get("chat_template") == template
     assert (RESIZED_IN_16_BITS in found.remarks) == (template is None)
     is_saved = any("is saved with the tokenizer here" in each for each in found.remarks)
     assert is_saved == (template is not None)  # not what torchtune copies
