@@ -606,7 +606,7 @@ def _report_own_class(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("model", name, LATER_TOKENS_PREDICTED)
     # initialize_weights of Mistral 4 with images
     loads_fp32 = "32" in str(read_value(settings, "model.torch_dtype"))
-    if family == "mistral4" and conversion.images and not loads_fp32:
+    if family == "mistral4" and conversion.image_family and not loads_fp32:
         conversion.add_difference("model", name, ROTATION_ROUNDED)
     if family == "gemma4_text" and is_mixture(name) and not conversion.recipe.get("use_peft"):
         conversion.add_difference("model", name, SCALES_FOLDED)
@@ -638,7 +638,7 @@ def _report_scores(settings: ToolFile, conversion: Conversion) -> None:
     """
     # models with images and mixtures of experts, and `force_hf`, have another loader
     is_loaded_otherwise = (
-        conversion.images
+        conversion.image_family
         or is_mixture(name_model(settings))
         or read_value(settings, "model.force_hf")
     )
@@ -1001,7 +1001,7 @@ def _report_stages(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("distributed.pp_size", layout["pp_size"], HEAD_APART)
     is_packed = read_value(settings, "packed_sequence.pack_size")
     is_whole = layout.get("cp_size") in (None, 1) and not is_packed
-    if conversion.images in FAMILIES_WITH_IMAGE_POSITIONS and is_whole:
+    if conversion.image_family in FAMILIES_WITH_IMAGE_POSITIONS and is_whole:
         conversion.add_difference("distributed.pp_size", layout["pp_size"], NUMBERED_IN_STAGES)
 
 

@@ -79,7 +79,7 @@ TARGET_KEYS = {"LLaMA-Factory": "lora_target", "ms-swift": "target_modules"}
 def _report_linear_experts(settings: ToolFile, conversion: Conversion) -> None:
     """Reports experts of a text model that get adapters under transformers 4 alone."""
     key = TARGET_KEYS.get(conversion.tool)
-    if key is None or conversion.images or is_of_megatron(settings):
+    if key is None or conversion.image_family or is_of_megatron(settings):
         return
     recipe = conversion.recipe
     makes_adapters = recipe.get("use_peft", True) and not recipe.get("adapter_name_or_path")
@@ -441,7 +441,7 @@ def report_images(settings: ToolFile, conversion: Conversion) -> None:
     elif conversion.tool == "torchtune":
         if shows_images(settings):
             conversion.remarks.append(RESIZED_IN_16_BITS)
-    elif conversion.images not in (None, "llama4"):  # which has no other backend here either
+    elif conversion.image_family not in (None, "llama4"):  # which has no other backend here either
         conversion.remarks.append(RESIZED)
     is_bounded = (
         conversion.tool == "LLaMA-Factory"
