@@ -10,7 +10,6 @@ parallelism. What both runs log must agree up to rounding. The run on two ranks 
 from its step 2, and must log the same numbers to the last digit. Ends with 1 if any do not.
 """
 
-import argparse
 import json
 import math
 import multiprocessing
@@ -28,7 +27,7 @@ import yaml
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.plan_draws import FAMILIES, draw, make_row  # noqa: E402
+from benchmarks.plan_draws import FAMILIES, draw, make_row, read_arguments  # noqa: E402
 from finetune.errors import EXIT_USER_ERROR, UserError  # noqa: E402
 
 SECONDS = 170  # that a run may take
@@ -231,25 +230,19 @@ def run_draw(seed: str, given: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("seed", help="SEED, or SEED:DRAW for one of its draws")
-    parser.add_argument("count", type=int)
-    parser.add_argument("given", nargs="*", metavar="KEY=VALUE")
-    options = parser.parse_args()
-    given = {key: yaml.safe_load(value) for key, value in (e.split("=", 1) for e in options.given)}
     from tests.forked_ranks import import_all
 
+    seed, numbers, given = read_arguments(__doc__)
     import_all()
-    seed, _, first = options.seed.partition(":")
     different = 0
-    for number in range(int(first or 0), int(first or 0) + options.count):
+    for number in numbers:
         child = multiprocessing.get_context("fork").Process(
             target=run_draw, args=(f"{seed}:{number}", given)
         )
         child.start()
         child.join()
         different += child.exitcode != 0
-    print(f"{options.count} draws, {different} different")
+    print(f"{len(numbers)} draws, {different} different")
     return int(different > 0)
 
 

@@ -306,20 +306,30 @@ def run_draw(seed: str, given: dict[str, Any], out: Connection) -> None:
     out.send((drawn, seen, error))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+def read_arguments(description: str) -> tuple[str, range, dict[str, Any]]:
+    """Reads SEED[:DRAW] COUNT [KEY=VALUE ...] from the command line.
+
+    Returns the seed, the numbers of its draws, and the keys that hold in every draw.
+    """
+    parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])
     parser.add_argument("seed", help="SEED, or SEED:DRAW for one of its draws")
     parser.add_argument("count", type=int)
     parser.add_argument("given", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args()
-    given = {key: yaml.safe_load(value) for key, value in (e.split("=", 1) for e in options.given)}
+    pairs = (each.split("=", 1) for each in options.given)
+    seed, _, first = options.seed.partition(":")
+    numbers = range(int(first or 0), int(first or 0) + options.count)
+    return seed, numbers, {key: yaml.safe_load(value) for key, value in pairs}
+
+
+def main() -> None:
+    seed, numbers, given = read_arguments(__doc__)
     for module, _ in PHASES.values():  # once for all draws
         import_module(module)
-    seed, _, first = options.seed.partition(":")
     forks = multiprocessing.get_context("fork")
     rows: list[tuple[float, str]] = []
     ratios: dict[str, list[float]] = {}
-    for number in range(int(first or 0), int(first or 0) + options.count):
+    for number in numbers:
         receiver, sender = forks.Pipe(duplex=False)
         child = forks.Process(target=run_draw, args=(f"{seed}:{number}", given, sender))
         child.start()
