@@ -9,7 +9,7 @@ import yaml
 
 from finetune.convert.asked_layout import read_layout
 from finetune.convert.by_tool import NOT_MEASURED
-from finetune.convert.conversion import TRAINED_AS_FILED, convert_file
+from finetune.convert.conversion import TRAINED_AS_FILED, convert_file, read_back
 from finetune.convert.datasets import FIRST_MESSAGE, QUERY_JOINED, THOUGHTS_SWITCHED
 from finetune.convert.factory import ONE_LESS, UNTRAINED_THOUGHT
 from finetune.convert.objectives import ANSWER_CUT_ALONE, PAIRS_SMOOTHED
@@ -460,3 +460,18 @@ def test_llama_factory_checkpoints_unless_its_own_key_disables_it(keys: dict[str
     disabled = keys | {"disable_gradient_checkpointing": True}
     assert read_layout("LLaMA-Factory", FACTORY | keys, "").checkpointing
     assert not read_layout("LLaMA-Factory", FACTORY | disabled, "").checkpointing
+
+
+def test_replicas_of_torchtune_are_kept_where_it_keeps_gathered_weights() -> None:
+    """Source: parallelize of its ParallelDims and recipes/full_finetune_distributed.py."""
+    file = {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 4}
+    layout = read_layout("torchtune", file | {"fsdp_reshard_after_forward": False}, "distributed")
+    assert (layout.sharding, layout.replicas, layout.shards) == ("hybrid", 2, 4)
+
+
+def test_a_lowest_rate_above_the_rate_is_refused_as_by_automodel(convert: Convert) -> None:
+    """Source: __init__ of its OptimizerParamScheduler asserts that max_lr is at least min_lr."""
+    optimizer = {"_target_": "torch.optim.AdamW", "lr": 1e-5}
+    schedule = {"lr_decay_style": "cosine", "lr_warmup_steps": 0, "min_lr": 1e-2}
+    found = convert(AUTOMODEL, lr_scheduler=schedule, optimizer=optimizer)
+    assert any("min_lr_ratio: 1000.0 does not fit" in line for line in read_back(found.recipe))
