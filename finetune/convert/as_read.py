@@ -255,6 +255,8 @@ def read_as_tool(tool: Tool, settings: ToolFile) -> tuple[dict[str, Any], list[s
         _rename_dtype(file)
     if tool == "TRL":
         _read_launch_file(file)
+    if tool in TRAINERS:
+        _rename_checkpointing(file)
     unread = [
         key
         for keys, applies in UNREAD_RULES.get(tool, ())
@@ -359,6 +361,17 @@ def _rename_dtype(file: Mapping[str, Any]) -> None:
     model = file.get("model")
     if isinstance(model, dict) and model.get("dtype") is not None:
         model["torch_dtype"] = model.pop("dtype")
+
+
+def _rename_checkpointing(file: dict[str, Any]) -> None:
+    """Renames `activation_checkpointing` to `gradient_checkpointing`, the older name, in place.
+
+    TrainingArguments of transformers 5 reads the older name where the newer one is absent.
+    """
+    for end in ("", "_kwargs"):
+        newer = file.pop(f"activation_checkpointing{end}", None)
+        if newer is not None:
+            file[f"gradient_checkpointing{end}"] = newer
 
 
 def _set_eval_steps(tool: Tool, file: dict[str, Any]) -> None:

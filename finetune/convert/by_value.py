@@ -115,8 +115,8 @@ NOT_REENTRANT = ("rl", "selective_checkpointing", "unfrozen_parameters")
 USE_REENTRANT = re.compile(r"use_reentrant\W+(true|false)")
 # compute_loss of TRL's trainers
 OF_MICRO_BATCHES = (
-    "of each micro-batch of each process by itself there, and their mean is added; of the whole "
-    "step together here"
+    "of each micro-batch of each process by itself there, and their mean is added, also to the "
+    "loss that is shown; of the whole step together here, and shown apart from the loss"
 )
 # compute_loss of Axolotl's core/trainers/base.py, where the model adds it to a sum over the step's
 # labels

@@ -1,15 +1,17 @@
 """Guesses a published model's family, vision tower and experts by its name, and refuses some."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from finetune.config.facts import has_fused_experts
+from finetune.config.facts import EXPERT_COUNTS, has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.value_conversion import read_section
+from finetune.files.json_files import read_json_object
 
 # (what in a file asks for it, the capability that is missing here, whether the file trains at all)
 Unsupported = tuple[str, str, bool]
@@ -234,22 +236,41 @@ FEW_BITS_KEYS = (*LOAD_KEYS, "quantization_bit")  # each asks for a quantized ba
 MOE_KEYS = ("dsv4_fp4_grouped_mode", "use_moe")
 
 
+def _read_local_config(name: str) -> Mapping[str, Any]:
+    """Reads config.json of the local model `name`; empty if `name` is no folder with one."""
+    return read_json_object(Path(name).expanduser() / CONFIG_FILE) if name else {}
+
+
+def _read_text_config(name: str) -> Mapping[str, Any]:
+    """The same for the language model in it."""
+    config = _read_local_config(name)
+    return read_section(config, "text_config") or config
+
+
 def guess_family(name: str) -> str | None:
-    """Returns the model_type of the model `name` by `FAMILIES`; None if the name does not say it.
+    """Returns the model_type of the model `name`: of its config.json if it is local.
+
+    Otherwise by `FAMILIES`; None if the name does not say it.
 
     >>> guess_family("mistralai/Mixtral-8x7B-v0.1"), guess_family("org/ours")
     ('mixtral', None)
     """
+    local_family = _read_text_config(name).get("model_type")
+    if local_family is not None:
+        return str(local_family)
     lower = name.lower()
     return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
 
 
 def has_tower(name: str) -> bool:
-    """Whether the model `name` has a vision tower, by its name.
+    """Whether the model `name` has a vision tower, by its local config.json or its name.
 
     >>> has_tower("google/gemma-3-27b-it"), has_tower("google/gemma-3-1b-it")
     (True, False)
     """
+    config = _read_local_config(name)
+    if config:
+        return "vision_config" in config
     return any(re.search(pattern, name.lower()) for pattern, _ in VISION_FAMILIES)
 
 
@@ -264,6 +285,9 @@ def guess_vision_family(name: str) -> str | None:
     ... )
     ('qwen2_vl', 'llama')
     """
+    local_family = _read_local_config(name).get("model_type")
+    if local_family is not None:
+        return str(local_family)
     lower = name.lower()
     vision_family = next(
         (family for pattern, family in VISION_FAMILIES if re.search(pattern, lower)), None
@@ -272,11 +296,14 @@ def guess_vision_family(name: str) -> str | None:
 
 
 def is_mixture(name: str) -> bool:
-    """Whether the model `name` is a mixture of experts, by its name.
+    """Whether the model `name` is a mixture of experts, by its local config.json or its name.
 
     >>> is_mixture("mistralai/Mixtral-8x7B-v0.1"), is_mixture("google/gemma-4-31B")
     (True, False)
     """
+    config = _read_text_config(name)
+    if config:
+        return any(config.get(key) for key in EXPERT_COUNTS)
     return any(pattern.search(name.lower()) for pattern in (MIXTURE, MOE_MODEL))
 
 
@@ -318,7 +345,7 @@ def find_refused_models(settings: ToolFile) -> Iterator[Unsupported]:
     lower = name.lower()
     if HEARING_MODEL.search(lower):
         yield from _find_sound(settings)
-    if (Path(name).expanduser() / CONFIG_FILE).is_file():
+    if _read_local_config(name):
         return
     family = guess_family(name) or ""
     is_untried = family in UNTRIED_IN_FEW_BITS or not has_fused_experts(family)

@@ -52,6 +52,20 @@ TRL_SIGNS = (
     "simpo_gamma",
     "cpo_alpha",
     "loss_weights",
+    "discopop_tau",
+    "f_alpha_divergence_coef",
+    "f_divergence_type",
+    "generate_during_eval",
+    "label_smoothing",
+    "ld_alpha",
+    "precompute_ref_batch_size",
+    "ref_model_init_kwargs",
+    "ref_model_mixup_alpha",
+    "ref_model_revision",
+    "ref_model_sync_steps",
+    "reference_free",
+    "sync_ref_model",
+    "use_weighting",
 )
 # keys of TRL's preference trainers that its GRPO trainer does not have
 PAIR_SIGNS = (
@@ -124,7 +138,8 @@ COMPLETION_ALONE = (
 )
 COMPLETIONS_BREAK = (
     "where prompt and completion are two lists of messages, what the template writes after the end "
-    "of an answer, as ChatML's line break, is trained too there"
+    "of an answer, as ChatML's line break, is trained too there; a conversation in one column, as "
+    "messages, is trained whole there"
 )
 # get_training_chat_template of TRL's chat_template_utils.py
 TEMPLATE_OF_TRL = (
@@ -426,9 +441,11 @@ def find_unsupported_losses(tool: Tool, settings: ToolFile, source: Path) -> Ite
     compared = [name for name in losses if name != "sft"]
     if losses and not compared:
         yield f"{key}: sft", "another loss (the cross entropy of the chosen answers alone)", True
-    # here sft alone has a weight, rpo_alpha
-    if len(compared) > 1 or any(losses[name] != 1 for name in compared):
+    if len(compared) > 1:
         yield f"{key}: {shorten(list(losses))}", "several losses at once", True
+    elif any(losses[name] != 1 for name in compared):  # here sft alone has a weight, rpo_alpha
+        weight_key = WEIGHT_KEYS.get(tool, "loss_weights")
+        yield f"{weight_key}: {shorten(list(losses.values()))}", "a weight of the loss", True
     if "cpo_alpha" in settings and tool == "TRL" and "simpo" not in losses:
         yield f"cpo_alpha: {settings['cpo_alpha']}", "another loss (CPO)", True
     divergence = str(settings.get("f_divergence_type", "reverse_kl"))
@@ -443,9 +460,10 @@ def _read_losses(tool: Tool, settings: ToolFile) -> dict[str, Any]:
     >>> _read_losses("TRL", {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.2]})
     {'sigmoid': 1.0, 'sft': 0.2}
     """
-    names = settings.get(LOSS_KEYS.get(tool, "loss_type")) or []
+    weights = settings.get(WEIGHT_KEYS.get(tool, "loss_weights"))
+    names = settings.get(LOSS_KEYS.get(tool, "loss_type")) or (["sigmoid"] if weights else [])
     names = names if isinstance(names, list) else [names]
-    weights = settings.get(WEIGHT_KEYS.get(tool, "loss_weights")) or [1.0] * len(names)
+    weights = weights or [1.0] * len(names)
     if not isinstance(weights, list) or len(weights) != len(names):
         weights = [None] * len(names)
     return dict(zip(map(str, names), map(convert_number, weights), strict=True))

@@ -116,11 +116,25 @@ def test_a_loss_that_llama_factory_does_not_give_on_is_said(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    "line",
+    ["ld_alpha: 1.0", "discopop_tau: 0.1", "ref_model_sync_steps: 4", "label_smoothing: 0.0"],
+)
+def test_a_key_of_trls_preference_trainers_alone_makes_a_file_one_of_pairs(
+    line: str, tmp_path: Path
+) -> None:
+    found = convert(f"{TRL}{line}\n", tmp_path)
+    assert found.recipe["method"] == "dpo"
+    assert not found.differences
+
+
+@pytest.mark.parametrize(
     ("text", "cause"),
     [
         (TRL + "loss_type: apo_down\n", "another loss (APO_DOWN)"),
         (TRL + "beta: 0.1\nloss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\n", "another loss (BCO_PAIR)"),
         (TRL + "loss_type: [sigmoid, hinge]\n", "several losses at once"),
+        (TRL + "loss_weights: [0.5]\n", "a weight of the loss"),
+        (TRL + "loss_type: ipo\nloss_weights: [2.0]\n", "a weight of the loss"),
         (TRL + "cpo_alpha: 1.0\n", "another loss (CPO)"),
         (TRL + "beta: 0.1\nf_divergence_type: js_divergence\n", "another loss (JS_DIVERGENCE)"),
         (AXOLOTL + "rl: grpo\n", "online RL"),

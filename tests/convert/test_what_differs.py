@@ -1,5 +1,6 @@
 """What a file does in its tool that a recipe's keys do not say: layers of new families, packed rows, turns, means, saved templates."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,13 @@ from finetune.convert.factory import (
     TRAINED_IN_16_BITS,
 )
 from finetune.convert.image_models import COLUMN_REFUSED, TRAINED_TOWER
-from finetune.convert.model_names import FAMILIES, REFUSED_NAMES, guess_family, guess_vision_family
+from finetune.convert.model_names import (
+    FAMILIES,
+    REFUSED_NAMES,
+    guess_family,
+    guess_vision_family,
+    is_mixture,
+)
 from finetune.convert.numbers import BOTH_WARMUPS, UNTRAINED_BY_CUT, WARMED_EARLIER
 from finetune.convert.objectives import DROPOUT_ONLINE, KL_TIMES_RATIO, LONGER_SINCE
 from finetune.convert.recognize import Refusal
@@ -651,6 +658,32 @@ def test_the_auxiliary_loss_of_trls_default_is_said(
             {"model_name_or_path": model, "dataset_name": "a/rows"}, router_aux_loss_coef=0.1
         )
         assert OF_MICRO_BATCHES in said(made) and BALANCED_BY_DEFAULT not in said(made)
+
+
+@pytest.mark.parametrize(
+    ("config", "is_balanced"),
+    [
+        ({"model_type": "qwen3_moe", "num_experts": 8}, True),
+        ({"model_type": "any", "text_config": {"model_type": "qwen3_moe", "num_experts": 8}}, True),
+        ({"model_type": "llama"}, False),
+    ],
+)
+def test_a_local_model_is_of_the_family_that_its_config_says(
+    config: dict[str, Any], is_balanced: bool, convert: Convert, tmp_path: Path
+) -> None:
+    """Whatever its folder is called."""
+    folder = tmp_path / "mixtral"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    made = convert({"model_name_or_path": str(folder), "dataset_name": "a/rows"})
+    assert (BALANCED_BY_DEFAULT in said(made)) == is_balanced
+    assert is_mixture(str(folder)) == is_balanced
+
+
+@pytest.mark.parametrize("key", ["activation_checkpointing", "gradient_checkpointing"])
+def test_trainers_newer_name_of_checkpointing_is_read(key: str, convert: Convert) -> None:
+    for value, layout in ((True, "ddp_checkpointing"), (False, "ddp")):
+        assert convert(SWIFT, **{key: value}).recipe["accelerate_config"] == layout
 
 
 @pytest.mark.parametrize(("method", "is_balanced"), [("dpo", True), ("orpo", False)])
