@@ -236,6 +236,8 @@ UNREAD_RULES: Mapping[Tool, tuple[UnreadRule, ...]] = {
             ),
             starts_by_lora_ga,
         ),
+        # __post_init__ of arguments/tuner_args.py
+        (("target_modules",), lambda file: file.get("target_regex")),
         # peft's own start: __post_init__ of arguments/tuner_args.py
         (("init_weights",), lambda file: str(file.get("init_weights")).lower() == "true"),
     ),

@@ -303,6 +303,8 @@ OFF_AT_1 = (
     *("ld_alpha", "dpo_ld_alpha", "cpo_alpha", "min_sample_len", "dataset_shard_num"),
     *("top_p", "repetition_penalty", "top_entropy_quantile", "num_generations_eval"),
 )
+# keys whose 0 has an effect
+ON_AT_0 = ("ld_alpha", "dpo_ld_alpha")
 # kind of conversion (`carry`) -> the missing capability of a value that has no equivalent here
 MISSING_CAPABILITIES: Mapping[str, str] = {
     "schedule": "schedule {}",
@@ -534,7 +536,7 @@ def _report_missing(key: str, value: Any, pair: Counterpart, conversion: Convers
 
     If the table lists usual values, even a 0 or false that is not among them is reported.
     """
-    if value in NOTHING and not pair.usual:
+    if value in NOTHING and not pair.usual and key not in ON_AT_0:
         return
     if value == 1 and not isinstance(value, bool) and key in OFF_AT_1:
         conversion.ignored.append(key)

@@ -157,6 +157,7 @@ def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_pat
     ("text", "listed"),
     [
         (TRL + "beta: 0.1\nmax_prompt_length: 512\n", "max_prompt_length: 512"),
+        (TRL + "ld_alpha: 0.0\n", "another loss (LD-DPO)"),
         (TRL + "beta: 0.1\ntruncation_mode: keep_end\n", "truncation_mode"),
         (TRL + "loss_type: simpo\n", "CPO-SimPO"),
         (AXOLOTL + "rl: orpo\n" + AXOLOTL_DATA % "chatml.ultra", "the cross entropy is over prompt and answer there"),

@@ -457,6 +457,15 @@ def test_adapters_of_lora_ga_have_pefts_defaults_whatever_the_file_says(convert:
         assert made.recipe["lora_r"] == 16 and BY_LORA_GA not in said(made)
 
 
+def test_a_pattern_of_layers_stands_for_their_names(convert: Convert) -> None:
+    """__post_init__ of its arguments/tuner_args.py reads the pattern before the names."""
+    made = convert(SWIFT, target_regex=r".*\.(q|k)_proj", target_modules=["v_proj"])
+    assert made.recipe["lora_target_modules"] == ["q_proj", "k_proj"]
+    assert not any("target_" in line for line in made.differences)
+    made = convert(SWIFT, target_regex=r"model\.layers\.(0|1)\..*\.q_proj")
+    assert any("target_regex" in line for line in made.differences)
+
+
 @pytest.mark.parametrize("start", [True, "true", False, "pissa"])
 def test_pefts_own_start_of_adapters_is_no_other_one_there(convert: Convert, start: Any) -> None:
     """Source: __post_init__ of its arguments/tuner_args.py, and reset_lora_parameters of peft."""
