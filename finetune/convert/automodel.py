@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune.config.facts import read_family_source
 from finetune.config.optimization import OPTIMIZERS
+from finetune.config.schema import Run
 from finetune.convert.asked_layout import trains_copy
 from finetune.convert.counterparts import NOTES, ToolFile, read_table
 from finetune.convert.defaults import DEFAULTS, set_optimizers_defaults
@@ -249,6 +250,13 @@ def _adapt_decay(schedule: Mapping[str, Any], conversion: Conversion) -> None:
         conversion.add_difference(f"lr_scheduler.{key}", schedule[key], note)
 
 
+# pack_dataset of Automodel's components/datasets/llm/packed_sequence.py
+PADDED_TO_SPLIT = (
+    "packing: each document is padded to a multiple of twice cp_size before it is packed there, so "
+    "that a packed row may hold less"
+)
+
+
 def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
     """Reports which documents Automodel packs into a row, and which of them see each other."""
     size = _read_packed_size(settings)
@@ -261,6 +269,8 @@ def _report_packing(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("packed_sequence.packed_sequence_size", size, note)
     rows = _count_rows_of_forward(settings)
     is_thd = read_value(settings, "packed_sequence.packing_strategy", "thd") == "thd"
+    if is_thd and read_value(settings, "distributed.cp_size", 1) > 1:
+        conversion.remarks.append(PADDED_TO_SPLIT)
     if is_thd and not is_padded:  # padded rows have one length, and both tools pack these alike
         conversion.remarks.append(PACKED_IN_ORDER)
     has_several_rows = isinstance(rows, int) and rows > 1
@@ -723,6 +733,9 @@ def adapt_automodel(settings: ToolFile, conversion: Conversion) -> None:
     teacher = read_value(settings, "teacher_model.pretrained_model_name_or_path")
     if teacher:
         recipe["teacher_model_name_or_path"] = teacher
+    minutes = read_value(settings, "dist_env.timeout_minutes")
+    if isinstance(minutes, int | float) and minutes * 60 > Run().timeout_seconds:
+        recipe["timeout_seconds"] = round(minutes * 60)
     _adapt_automodel_optimizer(read_section(settings, "optimizer"), conversion)
     schedule = settings.get("lr_scheduler")
     if isinstance(schedule, dict):

@@ -43,7 +43,12 @@ from finetune.convert.shared import (
 from finetune.convert.swift import adapt_swift
 from finetune.convert.torchtune import adapt_torchtune
 from finetune.convert.trained_layers import is_of_transformers
-from finetune.convert.value_conversion import Conversion, find_method_facts, read_value
+from finetune.convert.value_conversion import (
+    Conversion,
+    find_method_facts,
+    read_section,
+    read_value,
+)
 
 SHARDING_KEYS = ("fsdp", "fsdp_config", "deepspeed")
 ALL_DECAYED = "weight_decay: norms and biases are decayed too there, matrices alone here"
@@ -234,6 +239,31 @@ SAVED_BY_LAUNCH = (
 
 # the same, for adapters: DeepSpeedEngine casts them with the model, and trains copies
 ADAPTERS_SAVED = "adapter: saved in 16 bits there, as DeepSpeed does; in float32 here"
+
+
+# torch's loop or foreach, which both tools' own default is, and its fused kernel
+ROUNDED_EACH_TIME = (
+    "the weights are in bfloat16, and without the fused kernel each operation of an update rounds "
+    "to it there; here an update is computed in float32 and rounded once"
+)
+UNFUSED = ("torch.optim.AdamW", "torch.optim.Adam")
+
+
+def keep_unfused_update(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the optimizer that rounds a bfloat16 weight as often as that of torchtune or Automodel.
+
+    Adam is AdamW where nothing decays. Where something does it has no such form here: reports it.
+    """
+    recipe = conversion.recipe
+    optimizer = read_section(settings, "optimizer")
+    name = optimizer.get("_target_") or optimizer.get("_component_")
+    trains_in_16_bits = recipe.get("dtype") == "bfloat16" and not recipe.get("use_peft")
+    if name not in UNFUSED or optimizer.get("fused") or not trains_in_16_bits:
+        return
+    if recipe.get("optim") == "adamw_torch_fused" or not recipe.get("weight_decay"):
+        recipe["optim"] = "adamw_torch"
+    else:
+        conversion.add_difference("optimizer.fused", optimizer.get("fused"), ROUNDED_EACH_TIME)
 
 
 def name_saved_dtype(settings: ToolFile, layout: AskedLayout, conversion: Conversion) -> None:

@@ -30,6 +30,7 @@ from finetune.convert.base_model import adapt_model
 from finetune.convert.by_tool import (
     BITSANDBYTES_8_BITS,
     adapt_tool,
+    keep_unfused_update,
     name_saved_dtype,
     report_dtypes,
     report_epochs,
@@ -636,6 +637,7 @@ def _add_layout(settings: ToolFile, text: str, conversion: Conversion) -> None:
         or (conversion.is_factory_v1 and not settings.get("deepspeed"))
     )
     _set_dtype(layout, conversion)
+    keep_unfused_update(settings, conversion)
     if conversion.tool == "TRL":
         _report_loaded_dtype(settings, layout, conversion)
     is_reduced = is_sharded or layout.by_deepspeed

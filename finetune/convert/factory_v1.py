@@ -71,6 +71,10 @@ DIVIDED_AGAIN = (
     "under DeepSpeed a step's gradients are divided by its number of micro-batches once more "
     "there, before clipping; here they are those of the mean over its labels"
 )
+SKIPPED_WITHOUT_END = (
+    "on_nonfinite: any number of steps whose gradient is not finite is left out there; here the "
+    "run ends after max_skipped_steps of them"
+)
 # values of its BatchingStrategy: packed rows without padding; padded rows up to a number of tokens
 PACKING = "dynamic_padding_free"
 FILLING = "dynamic_batching"
@@ -85,6 +89,9 @@ def adapt_v1(settings: ToolFile, conversion: Conversion) -> None:
         conversion.add_difference("global_batch_size", rows, DIVIDED_AGAIN)
     if settings.get("pure_bf16"):  # shard_model of fsdpturbo.py casts buffers too
         conversion.add_difference("dist_config.name", "fsdpturbo", ROTATION_ROUNDED)
+    if not settings.get("deepspeed"):  # fit of its core/base_trainer.py
+        conversion.recipe["on_nonfinite"] = "skip"
+        conversion.remarks.append(SKIPPED_WITHOUT_END)
     strategy = settings.get("batching_strategy")
     conversion.remarks.append(FILLED_UP if strategy in (PACKING, FILLING) else WHOLE_STEPS)
     if strategy == FILLING:
