@@ -170,17 +170,22 @@ def dora_bytes(spec: RunSpec) -> int:
 
 
 def dora_base_bytes(spec: RunSpec) -> int:
-    """Bytes of a layer's dequantized weights that DoRA keeps for the backward.
+    """Bytes of one decoder layer's dequantized weights that DoRA keeps for the backward.
 
-    With dropout DoRA multiplies the dropped inputs by the base itself. 0 without dropout, for a
-    base that is not quantized, and under autocast, whose copies `_count_cast_elements` counts.
+    With dropout DoRA multiplies the base itself by the inputs after dropout. 0 without dropout, for
+    a base that is not quantized, and under autocast, which copies the base in another way.
     """
     computation = spec.computation
     multiplies_base = spec.recipe.lora.use_dora and computation.drops_inputs
     if not multiplies_base or computation.autocast or spec.recipe.quantization.bits is None:
         return 0
+    return computation.itemsize * _count_adapted_elements(spec)
+
+
+def _count_adapted_elements(spec: RunSpec) -> int:
+    """Counts the elements of the widest decoder layer's linear weights that have adapters."""
     linears = spec.architecture.linears(spec.architecture.widest_layer)
-    return computation.itemsize * sum(linear.numel for linear in linears)
+    return sum(linear.numel for linear in linears if is_adapted(linear, spec.recipe.lora))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,16 +256,19 @@ class UpdateMemory:
 
 
 def optimizer_step_temporaries(spec: RunSpec) -> int:
-    """Bytes of temporaries in the optimizer step: those of the gradients' norm or of the update,
-    whichever are more.
+    """Bytes of temporaries on the device in the optimizer step: those of the gradients' norm or of
+    the update, whichever are more.
     """
+    updates_on_host = spec.sharding.cpu_offload and spec.optimizer_file() is None
+    if updates_on_host and spec.device != "cpu":
+        return 0
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
     # `roots`: bytes of the roots of the second moments, for an optimizer that allocates them
     if spec.optimizer_file() is not None:  # the optimizer's state is in a file
         # One tensor is updated after another: the root, and the root over the bias correction.
         roots = 2 * FP32 * ceil_div(max(tensor.numel for tensor in trained), spec.shards)
-    elif spec.sharding.cpu_offload:
-        roots = 0  # the host runs the update
+    elif updates_on_host:
+        roots = 0
     else:  # all tensors are updated together, and their roots are as large as the gradients
         roots = spec.state().gradients
     return _find_largest_temporaries(spec, trained, roots)
@@ -499,15 +507,14 @@ def _count_cast_elements(spec: RunSpec) -> int:
     if not computation.autocast or spec.recipe.quantization_aware.quantization_aware_training:
         return 0
     layer = architecture.widest_layer
-    weights = (*architecture.linears(layer), *architecture.experts(layer))
-    base = sum(weight.numel for weight in weights)
     if computation.lora is None:
-        return base
+        weights = (*architecture.linears(layer), *architecture.experts(layer))
+        return sum(weight.numel for weight in weights)
     # Under LoRA the base is frozen, and in the compute dtype already.
     adapters = _trained_bytes(spec, f"layer {layer}") // FP32
     # With dropout, DoRA multiplies by a copy of the base in fp32, which autocast casts back.
     multiplies_copy = computation.lora.use_dora and computation.drops_inputs
-    return adapters + base if multiplies_copy else adapters
+    return adapters + _count_adapted_elements(spec) if multiplies_copy else adapters
 
 
 def _trained_bytes(spec: RunSpec, unit: str) -> int:

@@ -60,6 +60,9 @@ def test_dora_with_dropout_keeps_a_dequantized_base() -> None:
         0.0: 0,
         0.1: 2 * sum(linear.numel for linear in spec.architecture.linears(0)),
     }
+    adapters_of_queries = replace(lora, lora_target_modules=("q_proj",))
+    recipe = replace(spec.recipe, lora=adapters_of_queries, quantization=NF4)
+    assert dora_base_bytes(replace(spec, recipe=recipe)) == 2 * LLAMA_31_8B["hidden_size"] ** 2  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(

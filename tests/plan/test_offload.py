@@ -15,7 +15,8 @@ from finetune.plan.peaks import plan_phases
 from finetune.plan.run_spec import RunSpec, plan_disk, plan_host
 from finetune.plan.speed import estimate_speed
 from finetune.plan.table import format_advice, format_speed, format_storage
-from tests.plan.run_specs import LLAMA_31_8B, make_spec
+from finetune.plan.temporary_memory import optimizer_step_temporaries
+from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
 
 PARAMETERS = 8_030_261_248  # of Llama 3.1 8B, by its model card
 QWEN_25_7B = {
@@ -203,3 +204,12 @@ def test_memory_for_a_save_is_that_of_the_savers_own_choice() -> None:
         recipe = replace(spec.recipe, checkpoint=Checkpoint(async_save=async_save))
         saver = replace(spec, recipe=recipe, device=device)
         assert plan_host(saver, 0).saving == expected, (device, async_save)
+
+
+@pytest.mark.parametrize("name", ["adamw_torch", "adafactor", "sgd"])
+def test_an_update_on_the_host_takes_nothing_of_the_device(name: Any) -> None:
+    spec = make_spec(LLAMA_31_8B, ranks=4)
+    spec = replace(spec, recipe=replace(spec.recipe, optimization=Optimization(optim=name)))
+    on_host = replace(spec, sharding=replace(FULL_SHARD, cpu_offload=True))
+    assert optimizer_step_temporaries(spec) > 0
+    assert optimizer_step_temporaries(on_host) == 0
