@@ -39,7 +39,7 @@ PHASES = {  # phase of the plan -> what a run does in it
     "steady step": ("finetune.training.loop", "train_step"),
     "evaluation": ("finetune.training.evaluate", "measure_held_out"),
     "save": ("finetune.checkpoint.save", "Saver.check_save"),
-    "resume": ("finetune.session", "load_start"),
+    "resume": ("finetune.session", "load_checkpoint"),
 }
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 DEEPSEEK = MIXTURE | {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16}

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from finetune.checkpoint.folders import refuse_later_steps, step_folder
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.resume import find_start, fingerprint_inputs, load_start
+from finetune.checkpoint.resume import find_resume_checkpoint, fingerprint_inputs, load_checkpoint
 from finetune.checkpoint.save import Saver
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
@@ -807,12 +807,12 @@ class Session:
             raise UserError(
                 "load: the gradients are those of the model that it replaces; call optim_step first"
             )
-        start = find_start(self.recipe, self.folder, self.world, self.inputs)
+        start = find_resume_checkpoint(self.recipe, self.folder, self.world, self.inputs)
         loaded = self._loaded
         self._is_resumed = True
         if start is not None:
             with self.phases.timed("weights"), self.computing():
-                self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
+                self.progress = load_checkpoint(start, loaded.model, loaded.optimizer, self.world)
             if loaded.objectives is not None:
                 loaded.objectives.training.resume(start, self.progress.step)
             self._kept_step = self.progress.step

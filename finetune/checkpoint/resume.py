@@ -336,7 +336,7 @@ def _hash_config(folder: Path) -> str:
     )
 
 
-def find_start(
+def find_resume_checkpoint(
     recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None
 ) -> Path | None:
     """Returns the verified checkpoint from which the run resumes; None to start at step 0.
@@ -442,10 +442,10 @@ def list_starts(resume_from: str, run_folder: Path) -> list[Path]:
     return checkpoints
 
 
-def load_start(
+def load_checkpoint(
     start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World
 ) -> Progress:
-    """Loads the checkpoint that `find_start` returned into model, optimizer and gradient scaler.
+    """Loads a checkpoint into model, optimizer and gradient scaler.
 
     Returns the checkpoint's progress; without a checkpoint that of step 0. All ranks call it.
     Raises `UserError` if the checkpoint was saved from a different model or optimizer.

@@ -93,7 +93,7 @@ def count_groups(examples: Examples) -> dict[str, int]:
     All are 0 where each example is a group by itself: nothing is compared then.
     """
     if examples.group_size > 1:
-        ratings = examples.find_ratings()
+        ratings = examples.find_group_ratings()
     else:
         ratings = np.zeros(0, np.int8)
     masks = {"pairs": ratings == 0, "desirable": ratings > 0, "undesirable": ratings < 0}
@@ -263,7 +263,7 @@ def _list_hashes(examples: Examples) -> NDArray[np.uint64]:
 
 def find_same_ratings(examples: Examples) -> list[Finding]:
     """Returns one finding if all rated answers are good, or all are bad; else none."""
-    if not examples.is_rated or len(np.unique(examples.find_ratings())) != 1:
+    if not examples.is_rated or len(np.unique(examples.find_group_ratings())) != 1:
         return []
     tally = Tally()
     first_places = [

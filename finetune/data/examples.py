@@ -86,7 +86,7 @@ class Examples:
         """Whether the first example of each group is a rated answer."""
         return self.stores[0].is_rated
 
-    def find_ratings(self) -> NDArray[np.int8]:
+    def find_group_ratings(self) -> NDArray[np.int8]:
         """Returns the rating of each group, int8[groups]: 1 good, -1 bad, 0 unrated."""
         return self.look_up(lambda store: store.ratings)[:: self.group_size]
 
@@ -103,7 +103,7 @@ class Examples:
             values[is_in_store] = document_values[self.document[is_in_store]]
         return values
 
-    def answers(self) -> "Examples":
+    def keep_good_answers(self) -> "Examples":
         """Returns the answers that are worth imitating, each in a group of its own.
 
         They are the chosen answers of pairs, or the answers that are rated good. Where nothing is
@@ -112,7 +112,7 @@ class Examples:
         if self.group_size == 1:
             return self
         # 0 is the rating of a pair, whose first example is the chosen answer
-        good_groups = np.flatnonzero(self.find_ratings() >= 0)
+        good_groups = np.flatnonzero(self.find_group_ratings() >= 0)
         first_ids = good_groups * self.group_size
         return replace(self.take(first_ids), group_size=1)
 
@@ -452,7 +452,7 @@ def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
     Of a pair, the chosen answer is used; bad answers are left out. So are examples that begin
     inside of a document or end inside of an answer: a right completion would not equal its part.
     """
-    examples = examples.answers()
+    examples = examples.keep_good_answers()
     prompts: list[Prompt] = []
     for example_id in range(len(examples)):
         if len(prompts) == count:

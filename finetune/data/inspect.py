@@ -270,7 +270,7 @@ def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequenc
     return group_ids
 
 
-def name_side(examples: Examples, example_id: int) -> str:
+def name_role_in_group(examples: Examples, example_id: int) -> str:
     """Says what an example is in its group, such as "chosen"; "" if it is a group by itself."""
     if examples.group_size == 1:
         return ""
@@ -288,7 +288,7 @@ def name_side(examples: Examples, example_id: int) -> str:
         return ("chosen", "rejected")[index_in_pair]
     if index_in_pair == 1:
         return "mismatched"
-    (rating,) = examples.take_groups(np.array([group])).find_ratings()
+    (rating,) = examples.take_groups(np.array([group])).find_group_ratings()
     return "good" if rating > 0 else "bad"
 
 
@@ -305,7 +305,7 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     for i, token_id in enumerate(example.input_ids.tolist()):
         token = {"id": token_id, "text": texts[i], "trained": trained[i]}
         tokens.append(token | {"image": True} if is_image[i] else token)
-    side = name_side(examples, example_id)
+    side = name_role_in_group(examples, example_id)
     content: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
     if side:
         content["side"] = side
@@ -323,7 +323,7 @@ def format_example(
     """
     example = examples[example_id]
     trained = find_trained_tokens(examples, example_id)
-    side = name_side(examples, example_id)
+    side = name_role_in_group(examples, example_id)
     head = printable(
         f"example {example_id}{f' ({side})' if side else ''}, {examples.where(example_id)}: "
         f"{counted(len(trained), 'token')}, {_describe_trained(examples, example_id)}"

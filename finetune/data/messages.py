@@ -720,11 +720,14 @@ def _check_numbers(arguments: dict[str, Any], place: str) -> None:
         ) from None
 
 
-def _parse_part(part: Any, number: int, images: list[Any]) -> str:
+def _parse_part(part: Any, message_number: int, images: list[Any]) -> str:
     """Returns the text of one part of a content list.
 
     For an image this is IMAGE, and the image is appended to `images`; None is appended if the part
-    does not name its image. Raises `BadRow` for any other part.
+    does not name its image. Raises `BadRow` for any other part: thinking at the start of an answer
+    is taken out before.
+
+    message_number: 1-based, for the error.
     """
     if (
         isinstance(part, dict)
@@ -736,12 +739,12 @@ def _parse_part(part: Any, number: int, images: list[Any]) -> str:
         keys = ("image", "image_url", "path", "url", "bytes")
         image = next((part[key] for key in keys if part.get(key) is not None), None)
         if image is None and part.get("base64") is not None:
-            image = {"base64": part["base64"]}  # text that would be taken for a path
+            image = {"base64": part["base64"]}  # the text alone would be read as a path
         images.append(image)
         return IMAGE
     raise BadRow(
-        f"message {number}: content: only text and image parts are supported, and thinking at the "
-        f"start of an answer; found {describe_value(part)}"
+        f"message {message_number}: content: only text and image parts are supported, and thinking "
+        f"at the start of an answer; found {describe_value(part)}"
     )
 
 

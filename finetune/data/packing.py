@@ -453,7 +453,7 @@ def collate(
         if images is None:
             return micro_batch
         return add_images(micro_batch, micro_batch.example_ids, examples, images)
-    ratings = torch.from_numpy(examples.take(ids).find_ratings())
+    ratings = torch.from_numpy(examples.take(ids).find_group_ratings())
     # `ids` holds whole groups of (rated, mismatched).
     rated = _collate(examples, ids[0::2], packing, pad_token_id, part, parts)
     mismatched = _collate(examples, ids[1::2], packing, pad_token_id, part, parts)

@@ -728,6 +728,18 @@ def find_image_token(renderer: Renderer) -> str:
     return renderer.images.token
 
 
+def _count_images_of_text(text: RenderedText, messages: Sequence[Message]) -> tuple[int, int]:
+    """Counts the images that a text may have: those up to its last turn, and those of all messages.
+
+    A text that was rendered as it is asked ends with its last turn. Any other has all messages.
+    """
+    counts = [message["content"].count(IMAGE) for message in messages]
+    if not text.turns:
+        return sum(counts), sum(counts)
+    last_turn = max(text.turns)  # `turns` has the spans of a text's turns by their indexes
+    return sum(counts[: last_turn + 1]), sum(counts)
+
+
 def write_images(
     text: RenderedText, document: Document, images: Sequence[EncodedImage], renderer: Renderer
 ) -> RenderedText:
@@ -749,23 +761,18 @@ def write_images(
     conversation = document.asked if isinstance(document, Question) else document
     assert isinstance(conversation, Conversation) and renderer.images is not None
     token = find_image_token(renderer)
-    messages = conversation.messages
-    last = max(text.turns, default=len(messages))
-    counts = [message["content"].count(IMAGE) for message in messages]
-    # A text that was rendered as asked ends with its last turn; any other text has all messages.
-    images_to_last = sum(counts[: last + 1])
-    images_in_all = sum(counts)
+    processor = renderer.images
+    counts = _count_images_of_text(text, conversation.messages)
     written_places = text.text.count(token)
-    typed = [word for word in renderer.images.reserved if word != token and word in text.text]
+    typed = [word for word in processor.reserved if word != token and word in text.text]
     if typed:
-        raise BadRow(f"image: the text holds {typed[0]}, which stands for an image")
-    if written_places not in (images_to_last, images_in_all):
+        raise BadRow(f"image: the text holds {min(typed)}, which stands for an image")
+    if written_places not in counts:
         raise BadRow(
-            f"image: the chat template writes {token} {written_places} times for {images_to_last} "
-            "images"
+            f"image: the chat template writes {token} {written_places} times for {counts[0]} images"
         )
     images = images[:written_places]
-    written = [renderer.images.expand(open_image(image).size) for image in images]
+    written = [processor.expand(open_image(image).size) for image in images]
     expanded, spans = place_images(text.text, text.spans, written, token)
     identity = f"{text.group_hash}{hash_images(images)}{text.text}"
     # The turns have other positions now. They are dropped, because only `inspect --turns` reads

@@ -256,7 +256,7 @@ def _count_images_unread(
     row: Row, parsed: ParsedRow, where: str, kind: RowKind, renderer: Renderer, stats: SourceStats
 ) -> None:
     """Counts a finding if the row has a column of images that the model does not see."""
-    column = _find_unread_images(row, parsed, kind)
+    column = _find_unread_image_column(row, parsed, kind)
     if column is None:
         return
     takes_images = renderer.images is not None and renderer.images.model_takes_images
@@ -318,7 +318,7 @@ def _list_unread_keys(parsed: ParsedRow, renderer: Renderer) -> Iterator[str]:
                     yield f"{key} of messages"
 
 
-def _find_unread_images(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
+def _find_unread_image_column(row: Row, parsed: ParsedRow, kind: RowKind) -> str | None:
     """Finds the first column of images in a row that no document reads images from.
 
     Returns None if a document of the row has images, or if no column holds any.

@@ -79,7 +79,7 @@ def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -
         examples: The examples of the run.
         held_out: Whether the run held `examples` out.
     """
-    answers = examples.answers()
+    answers = examples.keep_good_answers()
     in_order = (answers[index] for index in range(len(answers)))
     cut = ((example.input_ids[:ROW_TOKENS], example.labels[:ROW_TOKENS]) for example in in_order)
     labeled = ((ids, labels) for ids, labels in cut if (labels != IGNORE_INDEX).any())

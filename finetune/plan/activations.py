@@ -33,18 +33,20 @@ MASK_KINDS = 2  # a mask for layers with a sliding window, and one for layers wi
 GATED_BY = ("silu", "swish", "gelu_pytorch_tanh")  # the activations that models/gating.py computes
 
 
-def attends_by_document(architecture: Architecture, computation: "Computation") -> bool:
-    """Whether attention runs on one document after another and concatenates the outputs.
+def copies_attention_output(architecture: Architecture, computation: "Computation") -> bool:
+    """Whether attention's output is copied.
 
-    A GPU's kernels take all documents at once. They have no dropout and no masks of images, and
-    only flex_attention computes in fp32. transformers' attention under a mask counts as well, since
-    its output too is copied.
+    That is so where it runs on one document after another and their outputs are concatenated, and
+    under transformers' masks. A GPU's kernels take all documents at once. They have no dropout and
+    no masks of images, and only flex_attention computes in fp32.
     """
     if computation.cpu or computation.drops_attention or computation.masks_images:
         return True
     if computation.attention in MASKED:
         return True
-    return computation.itemsize >= FP32 and not needs_masks(architecture, computation)
+    is_fp32 = computation.itemsize >= FP32
+    uses_flex_attention = needs_masks(architecture, computation)
+    return is_fp32 and not uses_flex_attention
 
 
 def materializes_scores(architecture: Architecture, computation: "Computation") -> bool:
@@ -53,7 +55,7 @@ def materializes_scores(architecture: Architecture, computation: "Computation") 
     That is so for capped scores and for sinks, if attention runs by document, and for eager
     attention. torch's kernel for CPUs has no dropout.
     """
-    return attends_by_document(architecture, computation) and (
+    return copies_attention_output(architecture, computation) and (
         architecture.family.caps_scores
         or architecture.family.sinks
         or computation.attention == "eager"
@@ -557,7 +559,7 @@ def _evaluated_attention_bytes(architecture: Architecture, computation: Computat
             scores = 3
         masks = _row_mask_bytes(architecture, computation)
         return inputs + masks + scores * FP32 * architecture.heads * computation.document_length
-    outputs = 2 if attends_by_document(architecture, computation) else 1
+    outputs = 2 if copies_attention_output(architecture, computation) else 1
     made = outputs * itemsize * query
     if _masks_scores(architecture, computation):
         made += (1 + itemsize) * computation.document_length
@@ -655,7 +657,7 @@ def _attention(architecture: Architecture, computation: Computation) -> int:
     # The output projection saves its input. That is a tensor of its own if it is concatenated from
     # the outputs of documents, or from the heads of other ranks; else it is the kernel's output.
     if (
-        attends_by_document(architecture, computation) or computation.sequence_ranks > 1
+        copies_attention_output(architecture, computation) or computation.sequence_ranks > 1
     ) and not computation.drops_inputs:
         if architecture.latent is None:
             output_width = architecture.query_width
@@ -711,7 +713,7 @@ def _masks_scores(architecture: Architecture, computation: Computation) -> bool:
     window = architecture.facts.window
     has_window = window is not None and window < computation.document_length
     return (
-        attends_by_document(architecture, computation)
+        copies_attention_output(architecture, computation)
         and (has_window or computation.masks_padding)
         and not materializes_scores(architecture, computation)
     )
@@ -730,7 +732,7 @@ def _keys_and_values_width(architecture: Architecture, computation: Computation)
     """
     if computation.attention in MASKED or materializes_scores(architecture, computation):
         is_grouped = False
-    elif attends_by_document(architecture, computation):
+    elif copies_attention_output(architecture, computation):
         # A GPU's SDPA gets keys repeated, except in half precision without windows and images.
         is_grouped = computation.cpu
     else:

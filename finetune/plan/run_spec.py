@@ -495,20 +495,17 @@ class RunSpec:
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:
-        """Where the log-probabilities of the method's reference model come from.
+        """Where the log-probabilities of the reference model of a preference method come from.
 
         "adapters off": from a forward in each step with the new adapters switched off, which is
-        the base. "stored": computed once before training. None: the method needs no reference.
+        the base. "stored": computed once before training. None: for any other method; the reference
+        of one that samples is planned as the teacher.
         """
-        lora = self.recipe.lora
         if not self.recipe.method_facts.needs_reference:
             return None
-        trains_new_adapters_alone = (
-            lora.use_peft and lora.adapter_name_or_path is None and not lora.modules_to_save
-        )
-        if trains_new_adapters_alone and self.sharding.pipeline_parallel_size == 1:
-            return "adapters off"
-        return "stored"
+        if self.recipe.trains_base or self.sharding.pipeline_parallel_size > 1:
+            return "stored"
+        return "adapters off"
 
     @property
     def data_ranks(self) -> int:
@@ -565,6 +562,11 @@ class RunSpec:
         return choose_order(self.accumulation, self.stages, self.sharding.pipeline_chunks)
 
     @property
+    def chunks_per_rank(self) -> int:
+        """How many chunks of layers each pipeline rank has."""
+        return self.sharding.pipeline_chunks // self.stages
+
+    @property
     def micro_batches_in_flight(self) -> float:
         """How many micro-batches' activations a pipeline rank keeps at once, at most.
 
@@ -575,11 +577,12 @@ class RunSpec:
             return stages_from_here
         if self.pipeline_order != "interleaved":  # all forwards come before the first backward
             return self.accumulation
-        # The forwards of chunks before the first backward, and one more: torch's own count.
-        chunks = self.sharding.pipeline_chunks // self.stages
+        # ScheduleInterleaved1F1B of torch: forwards of chunks that warm up, and one more before the
+        # first backward
         per_round = self.accumulation // count_rounds(self.accumulation, self.stages)
-        forwards = 2 * (stages_from_here - 1) + (chunks - 1) * per_round + 1
-        return min(self.accumulation, forwards / chunks)
+        later_stages = stages_from_here - 1
+        warmup = 2 * later_stages + (self.chunks_per_rank - 1) * per_round
+        return min(self.accumulation, (warmup + 1) / self.chunks_per_rank)
 
     @property
     def bubble(self) -> float:
@@ -587,8 +590,7 @@ class RunSpec:
         (Narayanan et al. 2021, section 2.2).
         """
         waits = self.stages - 1
-        chunks = self.sharding.pipeline_chunks // self.stages
-        return waits / (waits + chunks * self.accumulation)
+        return waits / (waits + self.chunks_per_rank * self.accumulation)
 
     @property
     def imbalance(self) -> float:

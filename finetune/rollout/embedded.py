@@ -48,19 +48,25 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
         super().__init__()
         self._tokens = tokens  # that fit into the reserved memory
         self._reserved: tuple[Tensor, ...] = ()  # keys and values, [rows, heads, tokens, head size]
-        self._place: Tensor | None = None  # see `fix`
+        self._fixed_place: Tensor | None = None  # see `fix`
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Adds the keys and values of tokens; returns those that attention sees.
 
-        It sees all tokens so far, or as many as `fix` has set.
+        That is all tokens so far; in a captured step, which writes one token at a place that is
+        read on the device, the number of tokens that `fix` has set.
         """
-        if self._place is not None:
-            for reserved, states in zip(self._reserved, (key_states, value_states), strict=True):
-                reserved.index_copy_(2, self._place, states)
-            return self.keys, self.values
+        states = key_states, value_states
+        if self._fixed_place is None:
+            return self._append(*states)
+        for reserved, state in zip(self._reserved, states, strict=True):
+            reserved.index_copy_(2, self._fixed_place, state)
+        return self.keys, self.values
+
+    def _append(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds tokens behind those so far; returns the keys and values of all."""
         first = self.get_seq_length()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -94,7 +100,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers is unty
 
         place: int64[1], on the device.
         """
-        self._place = place
+        self._fixed_place = place
         self._set_visible(visible)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -257,21 +263,14 @@ class _Wave:
         self._sampling = sampling
         self._stop_ids = stop_ids
         self._max_tokens = max(limits)  # of the longest completion
-        prompts = _read_prompts(reader, requests, self._max_tokens)
-        self._cache = prompts.cache
-        self._mask = prompts.mask
-        self._positions = prompts.positions
-        self._logits = prompts.logits
+        ready = _read_prompts(reader, requests, self._max_tokens)
+        self._cache = ready.cache
+        self._mask = ready.mask
+        self._positions = ready.positions
+        self._logits = ready.logits
         self._routing = routing
         if routing is not None:
-            choices = routing.take_choices()  # [tokens of all prompts as read, layers, chosen]
-            ends = prompts.ends.flatten().tolist()
-            self._experts_of_prompts = [
-                choices[end - len(request.prompt_ids) : end].cpu().numpy()
-                for end, request in zip(ends, requests, strict=True)
-            ]
-            # [requests, tokens, layers, chosen]: the experts of each sampled token
-            self._experts = choices.new_full((count, self._max_tokens, *choices.shape[1:]), -1)
+            self._record_experts_of_prompts(routing, requests, ready.prompt_ends)
         self._prompt_width = self._mask.shape[-1] - self._max_tokens  # tokens of a padded prompt
         self._places = torch.arange(self._mask.shape[-1], device=device)  # of the cached tokens
         # Tensors of all requests, also of those whose rows have left the batch: [requests, ...].
@@ -281,7 +280,7 @@ class _Wave:
         self._tokens = torch.zeros(count, self._max_tokens, dtype=torch.int64, device=device)
         self._log_probabilities = torch.zeros(count, self._max_tokens, device=device)
         self._entropies = torch.zeros(count, self._max_tokens, device=device)
-        self._lengths = self._limits.clone()
+        self._lengths = self._limits.clone()  # of completions; one that stops before is shorter
         self._is_open = torch.ones(count, dtype=torch.bool, device=device)
         self._is_stopped = torch.zeros(count, dtype=torch.bool, device=device)
         # Tensors of the rows that are still in the batch: [rows]. Cache, mask and positions have
@@ -290,8 +289,24 @@ class _Wave:
         self._drawn = torch.zeros(count, dtype=torch.int64, device=device)  # the latest tokens
         self._step = torch.zeros(1, dtype=torch.int64, device=device)  # tokens drawn so far
         self._graph: _CapturedStep | None = None
-        if can_capture and prompts.packs:
+        if can_capture and ready.has_bool_mask:  # a captured step cannot make another mask
             self._graph = _CapturedStep(self._advance_captured)
+
+    def _record_experts_of_prompts(
+        self, routing: Routing, requests: Sequence[Request], prompt_ends: Tensor
+    ) -> None:
+        """Keeps the experts of each request's prompt, and makes room for those of its completion.
+
+        prompt_ends: int64[requests, 1]: where each prompt ends among all tokens that were read.
+        """
+        choices = routing.take_choices()  # [tokens of all prompts as read, layers, chosen]
+        self._experts_of_prompts = []
+        for end, request in zip(prompt_ends.flatten().tolist(), requests, strict=True):
+            start = end - len(request.prompt_ids)
+            self._experts_of_prompts.append(choices[start:end].cpu().numpy())
+        # [requests, tokens, layers, chosen]: the experts of each sampled token
+        shape = (len(requests), self._max_tokens, *choices.shape[1:])
+        self._experts = choices.new_full(shape, -1)
 
     def run(self) -> None:
         """Samples every completion to its end."""
@@ -358,13 +373,13 @@ class _Wave:
         is_open = self._is_open[requests]
         stops = is_open & torch.isin(drawn, self._stop_ids)
         reaches_limit = is_open & (self._limits[requests] == step + 1)
-        ends = stops | reaches_limit
+        has_ended = stops | reaches_limit
         self._tokens[requests, step] = drawn
         self._log_probabilities[requests, step] = log_probabilities
         self._entropies[requests, step] = torch.where(is_open, entropies, 0.0)
-        self._lengths[requests] = torch.where(ends, step + 1, self._lengths[requests])
+        self._lengths[requests] = torch.where(has_ended, step + 1, self._lengths[requests])
         self._is_stopped[requests] = self._is_stopped[requests] | stops
-        self._is_open[requests] = is_open & ~ends
+        self._is_open[requests] = is_open & ~has_ended
         self._drawn.copy_(drawn)
         self._step += 1
 
@@ -513,8 +528,8 @@ class _ReadyRequests(NamedTuple):
     mask: Tensor
     positions: Tensor  # int64[requests, 1]: of the first token to sample
     logits: Tensor  # fp32[requests, vocabulary]: of the first token to sample
-    ends: Tensor  # int64[requests, 1]: where the prompt ends among all tokens that were read
-    packs: bool  # whether the model uses our attention, which takes a bool mask
+    prompt_ends: Tensor  # int64[requests, 1]: where the prompt ends among all tokens that were read
+    has_bool_mask: bool  # whether the model uses our attention, which takes one
 
 
 def _read_prompts(
@@ -538,9 +553,9 @@ def _read_prompts(
     mask = (cache_tokens >= longest - lengths)[of_request]
     cache = make_cache(config, longest + max_tokens)
     is_plain = all(isinstance(layer, ReservedLayer) for layer in cache.layers)
-    packs = is_plain and config._attn_implementation == PACKED
+    uses_packed_attention = is_plain and config._attn_implementation == PACKED
     if is_plain:
-        batch_caches, read = _read_in_batches(reader, prompts, packs)
+        batch_caches, read = _read_in_batches(reader, prompts, uses_packed_attention)
         ends = read.sizes.cumsum(0)[:, None]
         # [prompts, longest]: each token's place among all tokens that were read. Padding is masked,
         # but must not be nan, so the prompt's first token stands there.
@@ -549,21 +564,21 @@ def _read_prompts(
             # `pop` frees each layer of the batches as soon as it has been copied.
             layer.fill([batch.layers.pop(0) for batch in batch_caches], places[of_request])
     else:
-        read = _read_batch(reader, cache, prompts, packs)
+        read = _read_batch(reader, cache, prompts, uses_packed_attention)
         ends = read.sizes.cumsum(0)[:, None]
         cache.reorder_cache(of_request)
     return _ReadyRequests(
         cache,
-        mask=mask[:, None, None] if packs else mask.long(),
+        mask=mask[:, None, None] if uses_packed_attention else mask.long(),
         positions=read.positions[of_request],
         logits=read.logits[of_request],
-        ends=ends[of_request],
-        packs=packs,
+        prompt_ends=ends[of_request],
+        has_bool_mask=uses_packed_attention,
     )
 
 
 def _read_in_batches(
-    reader: _PromptReader, prompts: Sequence[_Prompt], packs: bool
+    reader: _PromptReader, prompts: Sequence[_Prompt], uses_packed_attention: bool
 ) -> tuple[list[DynamicCache], _ReadPrompts]:
     """Reads PROMPTS_AT_ONCE prompts at a time.
 
@@ -578,19 +593,22 @@ def _read_in_batches(
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         cache = DynamicCache(config=config)
         batch = prompts[start : start + PROMPTS_AT_ONCE]
-        results.append(_read_batch(reader, cache, batch, packs))
+        results.append(_read_batch(reader, cache, batch, uses_packed_attention))
         caches.append(cache)
     return caches, _ReadPrompts(*map(torch.cat, zip(*results, strict=True)))
 
 
 def _read_batch(
-    reader: _PromptReader, cache: DynamicCache, prompts: Sequence[_Prompt], packs: bool
+    reader: _PromptReader,
+    cache: DynamicCache,
+    prompts: Sequence[_Prompt],
+    uses_packed_attention: bool,
 ) -> _ReadPrompts:
     """Reads prompts into `cache`: all in one packed row, as training does, or each in a padded row.
 
-    Rows are padded if a prompt has images, or the model does not use our attention (`packs`).
+    Rows are padded if a prompt has images, or the model does not use our attention for packed rows.
     """
-    if any(prompt.images for prompt in prompts) or not packs:
+    if any(prompt.images for prompt in prompts) or not uses_packed_attention:
         return _read_padded(reader, cache, prompts)
     device = reader.device
     lengths = tuple(len(prompt.ids) for prompt in prompts)

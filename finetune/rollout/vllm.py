@@ -79,7 +79,12 @@ WHOLE_DISTRIBUTION = {
     "frequency_penalty": 0,
 }
 # Keys of a request for token ids, with the log-probabilities of the sampled tokens alone.
-TOKENS = {"logprobs": 0, "return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False}
+RETURN_TOKEN_IDS = {
+    "logprobs": 0,
+    "return_token_ids": True,
+    "ignore_eos": True,
+    "skip_special_tokens": False,
+}
 # The command that starts a server of a model, for error messages.
 START = (
     "VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {} --logprobs-mode "
@@ -203,7 +208,7 @@ class VllmServer:
             "temperature": 0 if sampling.greedy else sampling.temperature,
             "seed": request.draw_seed(),
         }
-        body |= TOKENS | WHOLE_DISTRIBUTION
+        body |= RETURN_TOKEN_IDS | WHOLE_DISTRIBUTION
         url = self.url + PATHS[ServedCompletion]
         answer = read_answer(ServedCompletion, send(url, body, self.timeout), url)
         choice = answer.choices[0]

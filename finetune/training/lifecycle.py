@@ -164,7 +164,7 @@ def _find_first_day(folder: Path, resume_from: str, template: str) -> str | None
         template: The hash of the chat template, as `fingerprint_inputs` returns it.
     """
     starts: list[Path] = []
-    with suppress(UserError):  # `find_start` raises it
+    with suppress(UserError):  # `find_resume_checkpoint` raises it
         starts = list_starts(resume_from, folder)
     run_recipe = folder / RECIPE
     starts_elsewhere = bool(starts) and not list_checkpoints(folder)
@@ -663,7 +663,7 @@ def is_finished(
     """
     ranks = RankGroup(world)
     end = ranks.on_main(lambda: _find_end(folder, recipe, inputs, steps))
-    # Verified only here: if steps are left to train, `find_start` verifies it.
+    # Verified only here: if steps are left to train, `find_resume_checkpoint` verifies it.
     if end is None or find_damage_together(Path(end["checkpoint"]), world):
         return False
     if not end["is_recorded"]:
@@ -715,7 +715,7 @@ def _refuse_other_training(
     """Raises `UserError` if keys of optimization have changed since the run saved `newest`, its
     last checkpoint.
 
-    Does nothing if the changes make this another run: `find_start` handles those.
+    Does nothing if the changes make this another run: `find_resume_checkpoint` handles those.
     """
     to_another_run, harmless = compare_to_saved(read_state(newest), recipe, inputs)
     if to_another_run:

@@ -39,7 +39,7 @@ from finetune.models.fake_quantize import find_quantizable
 from finetune.models.load import ModelSize, Teacher
 from finetune.models.quantized_layers import CODES, SCALES, QuantizedLinear, quantized_layers
 from finetune.optim.offload import OffloadedOptimizer, check_scratch_folder
-from finetune.plan.activations import attends_by_document, attends_in_blocks, needs_masks
+from finetune.plan.activations import attends_in_blocks, copies_attention_output, needs_masks
 from finetune.plan.advice import list_changes
 from finetune.plan.peaks import find_peak
 from finetune.plan.plan import Plan, format_plan, make_plan
@@ -700,7 +700,9 @@ def _describe_attention(spec: RunSpec) -> str:
         attention = "transformers' own, over a mask of all pairs of tokens"
     elif attends_in_blocks(architecture, computation) and not sees_both_ways:
         attention = "flex_attention"
-    elif attends_by_document(architecture, computation) or needs_masks(architecture, computation):
+    elif copies_attention_output(architecture, computation) or needs_masks(
+        architecture, computation
+    ):
         has_kernel = not architecture.family.caps_scores and not architecture.family.sinks
         attention = f"causal {'SDPA' if has_kernel else 'products'}, document by document"
     else:

@@ -204,8 +204,8 @@ class Life:
             folders.lock_run(self.run_folder)
         model, optimizer = build(str(self.root / "model"), False, world)
         tokenizer = AutoTokenizer.from_pretrained(self.root / "model")
-        progress = resuming.load_start(
-            resuming.find_start(recipe, self.run_folder, world), model, optimizer, world
+        progress = resuming.load_checkpoint(
+            resuming.find_resume_checkpoint(recipe, self.run_folder, world), model, optimizer, world
         )
 
         def compare(step: int) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 from finetune.checkpoint import folders, manifest, shards
 from finetune.checkpoint import save as saving
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.resume import load_start
+from finetune.checkpoint.resume import load_checkpoint
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -92,7 +92,7 @@ def an_async_save_holds_the_state_of_its_own_step(run: Run) -> None:
             assert run.digest() != then
             saver.finish()
             assert (
-                load_start(
+                load_checkpoint(
                     folders.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world
                 ).step
                 == step + 1
@@ -247,7 +247,9 @@ def a_save_resumes_in_a_model_that_has_not_trained(run: Run) -> None:
         saver.finish()
     other = Run(run.root, "other-fsdp1", run.world)
     assert (
-        load_start(folders.step_folder(run.folder, 1), other.model, other.optimizer, run.world).step
+        load_checkpoint(
+            folders.step_folder(run.folder, 1), other.model, other.optimizer, run.world
+        ).step
         == 1
     )
     assert other.digest() == then != run.digest()

@@ -12,7 +12,7 @@ import pytest
 from finetune.checkpoint import folders, manifest
 from finetune.checkpoint.folders import format_list, summarize_checkpoints
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.resume import find_start, load_start
+from finetune.checkpoint.resume import find_resume_checkpoint, load_checkpoint
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -72,8 +72,8 @@ class Run:
     def start(self, limit: int | None = None) -> int:
         """The step at which the next start resumes."""
         folders.remove_leftovers(self.folder)
-        start = find_start(self._recipe(limit), self.folder, self.world)
-        return load_start(start, self.model, self.optimizer, self.world).step
+        start = find_resume_checkpoint(self._recipe(limit), self.folder, self.world)
+        return load_checkpoint(start, self.model, self.optimizer, self.world).step
 
     def damage(self, *steps: int) -> None:
         """Flips a byte of the weights: the sizes stay right."""

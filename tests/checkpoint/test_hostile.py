@@ -13,7 +13,7 @@ import pytest
 from finetune.checkpoint import folders, manifest
 from finetune.checkpoint.folders import summarize_checkpoints
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.resume import find_start, load_start
+from finetune.checkpoint.resume import find_resume_checkpoint, load_checkpoint
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -150,7 +150,9 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         summarize_checkpoints(run_folder, checksums=True)
         try:
-            load_start(find_start(recipe, run_folder, world), model, optimizer, world)
+            load_checkpoint(
+                find_resume_checkpoint(recipe, run_folder, world), model, optimizer, world
+            )
         except UserError as error:
             refused.add(path.name.split("-")[0])
             assert path.name in str(error)
@@ -167,7 +169,7 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
         hostile
     )  # what torch's own format would unpickle
     with pytest.raises(UserError, match="does not belong to it"):
-        load_start(find_start(recipe, run_folder, world), model, optimizer, world)
+        load_checkpoint(find_resume_checkpoint(recipe, run_folder, world), model, optimizer, world)
     pickle.loads(hostile)  # noqa: S301
     assert marker.exists(), "the payload works"
 

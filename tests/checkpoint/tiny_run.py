@@ -17,7 +17,7 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.resume import find_start, load_start
+from finetune.checkpoint.resume import find_resume_checkpoint, load_checkpoint
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -97,7 +97,9 @@ def main() -> None:
     world = join(Sharding(layout=given["layout"], use_cpu=True))
     model, optimizer = build(recipe.model.model_name_or_path or "", recipe.lora.use_peft, world)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.model_name_or_path)
-    progress = load_start(find_start(recipe, run_folder, world), model, optimizer, world)
+    progress = load_checkpoint(
+        find_resume_checkpoint(recipe, run_folder, world), model, optimizer, world
+    )
     print("resumed", progress.step)
     with Saver(run_folder, model, optimizer, world, recipe, tokenizer) as saver:
         saver.check_save(given["steps"])

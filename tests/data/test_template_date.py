@@ -139,7 +139,9 @@ def test_a_run_that_starts_from_another_ones_checkpoint_has_its_day(
     assert fixed_on("2026-01-31", starts[1], dated) == "2026-01-29"
     save_state(tmp_path, recipe=to_dict(recipe_with("2026-01-30")))
     assert fixed_on("2026-01-31", starts[1], dated) == "2026-01-30", "it resumes from its own"
-    elsewhere = Checkpoint(resume_from_checkpoint=str(tmp_path / "nowhere"))  # `find_start` says so
+    elsewhere = Checkpoint(
+        resume_from_checkpoint=str(tmp_path / "nowhere")
+    )  # `find_resume_checkpoint` says so
     (tmp_path / "recipe.yaml").unlink()
     shutil.rmtree(tmp_path / "checkpoints")
     nowhere = replace(recipe_with(), checkpoint=elsewhere)

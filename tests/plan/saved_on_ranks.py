@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from finetune.checkpoint.folders import step_folder
 from finetune.checkpoint.manifest import Progress
-from finetune.checkpoint.resume import load_start
+from finetune.checkpoint.resume import load_checkpoint
 from finetune.checkpoint.save import Saver
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
@@ -31,7 +31,7 @@ if __name__ == "__main__":
         train_step(0, model, optimizer, world, saver)
         saver.save(Progress(step=1))
     optimizer.optimizer.state.clear()
-    resumed = allocated_peak(lambda: load_start(step_folder(run, 1), model, optimizer, world))
+    resumed = allocated_peak(lambda: load_checkpoint(step_folder(run, 1), model, optimizer, world))
     if world.is_main:
         print("save", saved, "resume", resumed)
     leave(world)

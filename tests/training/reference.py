@@ -68,7 +68,7 @@ def train(
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     before = other if recipe.method_facts.rows == "answers" else copy.deepcopy(model)
-    ratings = data.train.examples.find_ratings()
+    ratings = data.train.examples.find_group_ratings()
     model.train()  # there is no dropout; bitsandbytes rounds the inputs of 8-bit layers too outside of training
     if recipe.lora.use_peft and adapter is None:
         model = _with_adapters(model, recipe)

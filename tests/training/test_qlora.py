@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from finetune.checkpoint.resume import load_start
+from finetune.checkpoint.resume import load_checkpoint
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.distributed.join import join, leave
@@ -116,7 +116,7 @@ def test_plain_peft_on_the_quantized_base_gives_the_logits_that_were_trained(res
     world = join(Sharding(layout="single", use_cpu=True))
     try:
         model: Any = load_model(recipe.model, recipe.lora, 0, world, recipe.quantization)[0]
-        load_start(checkpoint, model, build_optimizer(model, recipe.optimization), world)
+        load_checkpoint(checkpoint, model, build_optimizer(model, recipe.optimization), world)
         with torch.no_grad():
             trained = model.eval()(input_ids=ids, use_cache=False).logits
             model = load_model(recipe.model, recipe.lora, 0, world, recipe.quantization)[0]

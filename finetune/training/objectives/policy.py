@@ -309,7 +309,7 @@ class PolicyObjective(Objective):
             **describe_ratios(log_drifts, completions),
             "ratio/outside": sum_and_count(is_drifted.double(), completions.is_trained),
             **self._make_empty_metrics(log_drifts.new_zeros(2)),
-            **self._describe_rollout(rollout),
+            **self._make_rollout_metrics(rollout),
         }
         maxima = {"log_ratio/max": completions.find_largest(log_drifts.abs())}
         if self.recipe.rollout.max_staleness:
@@ -333,38 +333,39 @@ class PolicyObjective(Objective):
             names += [SAMPLING_RATIO, SAMPLING_CORRECTED]
         return dict.fromkeys(names, zero)
 
-    def _describe_rollout(self, columns: Mapping[str, Tensor]) -> Metrics:
+    def _make_rollout_metrics(self, rollout: Mapping[str, Tensor]) -> Metrics:
         """Makes the metrics that depend on the recipe: of a critic, a server, sampling ahead,
         dynamic sampling, tools and each reward function.
 
-        `columns`: the rollout's columns of completions, by name.
-
         A score is nan if the function does not apply to the completion; its mean leaves it out.
+
+        rollout: A value for each completion, by name. Of explained_variance, hand_over and groups
+            each completion has the same one.
         """
         keys = self.recipe.rollout
         metrics = {}
         if self.recipe.method_facts.has_critic:
-            explained = columns["explained_variance"]
+            explained = rollout["explained_variance"]
             metrics["value/explained_variance"] = sum_and_count(
                 explained.nan_to_num(), ~explained.isnan()
             )
         if keys.vllm_server_base_url is not None:
             # how long it took to hand the weights over to the server
-            metrics["hand_over_seconds"] = sum_and_count(columns["hand_over"])
+            metrics["hand_over_seconds"] = sum_and_count(rollout["hand_over"])
         if keys.max_staleness:
             # how often new weights or the end of a run interrupted a completion, and the sampled
             # tokens that were lost by it
-            metrics["in_flight/cuts"] = sum_and_count(columns["cuts"])
-            metrics["in_flight/dropped_tokens"] = sum_and_count(columns["dropped"])
+            metrics["in_flight/cuts"] = sum_and_count(rollout["cuts"])
+            metrics["in_flight/dropped_tokens"] = sum_and_count(rollout["dropped"])
         if keys.max_num_gen_batches > 1:
-            metrics["sampled_groups"] = sum_and_count(columns["groups"])
+            metrics["sampled_groups"] = sum_and_count(rollout["groups"])
         if keys.takes_turns:  # TRL has these two names
-            metrics["tools/call_frequency"] = sum_and_count(columns["calls"])
+            metrics["tools/call_frequency"] = sum_and_count(rollout["calls"])
             metrics["tools/failure_frequency"] = torch.stack(
-                [columns["failed_calls"].sum(), columns["calls"].sum()]
+                [rollout["failed_calls"].sum(), rollout["calls"].sum()]
             )
         reward_names = self.rollouts.sampler.reward_names
-        for name, scores in zip(reward_names, columns["scores"].T, strict=True):
+        for name, scores in zip(reward_names, rollout["scores"].T, strict=True):
             metrics[f"rewards/{name}"] = sum_and_count(scores.nan_to_num(), ~scores.isnan())
         return metrics
 

@@ -243,12 +243,12 @@ def compute_sampling_ratios(log_ratios: Tensor, completions: Completions, recipe
     if level == "token":  # [positions]: rules refuse it for RLOO
         return log_ratios.exp()
     if level == "sequence":
-        by_completion = completions.sum(log_ratios)
-    else:
-        by_completion = completions.average(log_ratios)
+        log_ratio_of_completion = completions.sum(log_ratios)
+    else:  # "geometric"
+        log_ratio_of_completion = completions.average(log_ratios)
     if loss_shape(recipe) is Shape.POSITIONS:
-        return completions.repeat(by_completion).exp()
-    return by_completion.exp()
+        return completions.repeat(log_ratio_of_completion).exp()
+    return log_ratio_of_completion.exp()
 
 
 def compute_weights(sampling_ratios: Tensor, recipe: Recipe) -> Tensor:
