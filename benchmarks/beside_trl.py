@@ -3,14 +3,17 @@ loss, gradient norm and rate of each step, and the weights after the last one.
 
     pip install --no-deps --target /tmp/trl trl==1.16.0
     python benchmarks/beside_trl.py --trl /tmp/trl [--only dpo_ipo ...]
+    python benchmarks/beside_trl.py --trl /tmp/trl --draw SEED COUNT    # keys drawn at random
 
 A Llama of random weights, float32, one process on the CPU. A step is all rows, so that their order
-changes nothing. A case that differs is printed with what the conversion says of its file.
+changes nothing. A case that differs is printed with what the conversion says of its file: a reader
+decides whether that says why.
 """
 
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -66,6 +69,50 @@ CASES: Mapping[str, dict[str, Any]] = {
     "dpo_lora": LORA | {"beta": 0.3},
     "dpo_label_smoothing": {"beta": 0.1, "label_smoothing": 0.1},
 }
+# command -> key -> values of which a drawn case may have one; "": of both commands
+DRAWN: Mapping[str, dict[str, list[Any]]] = {
+    "": {
+        "per_device_train_batch_size": [8, 4, 2],
+        "optim": ["adamw_torch", "adafactor", "sgd", "rmsprop"],
+        "lr_scheduler_type": ["cosine", "constant", "polynomial", "inverse_sqrt"],
+        "warmup_steps": [1, 0.3],
+        "weight_decay": [0.01, 0.1],
+        "max_grad_norm": [0, 0.1],
+        "adam_beta1": [0.8],
+        "adam_epsilon": [1e-6],
+        "optim_args": ["weight_decay=0.3"],
+        "label_smoothing_factor": [0, 0.1],
+        "max_length": [24, 40],
+        "max_steps": [2, 5],
+        "num_train_epochs": [1, 2.5],
+        "activation_checkpointing": [True, False],
+        "dataloader_drop_last": [True],
+        "train_sampling_strategy": ["sequential"],
+        "model_init_kwargs": [{"attn_implementation": "eager"}],
+        "lora_r": [4, 16],
+        "use_rslora": [True],
+        "lora_target_modules": ["all-linear", ["q_proj", "v_proj"], ".*q_proj"],
+    },
+    "sft": {
+        "packing": [True],
+        "packing_strategy": ["bfd", "wrapped"],
+        "completion_only_loss": [True, False],
+        "assistant_only_loss": [True],
+        "loss_type": ["nll", "dft", "chunked_nll"],
+        "truncation_mode": ["keep_end"],
+        "shuffle_dataset": [True],
+    },
+    "dpo": {
+        "beta": [0.01, 0.5],
+        "loss_type": ["sigmoid", "hinge", "ipo", "apo_zero", ["sigmoid", "sft"], "robust"],
+        "loss_weights": [[0.5], [1.0, 0.3]],
+        "label_smoothing": [0.1],
+        "ld_alpha": [0.0, 0.5],
+        "discopop_tau": [0.1],
+        "precompute_ref_log_probs": [True],
+        "ref_model_sync_steps": [1],
+    },
+}
 
 
 class Trained(NamedTuple):
@@ -82,13 +129,34 @@ def main() -> None:
     )
     parser.add_argument("--trl", required=True, help="the folder with TRL")
     parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=tuple(CASES))
+    parser.add_argument("--draw", nargs=2, type=int, metavar=("SEED", "COUNT"))
     options = parser.parse_args()
     sys.path.append(options.trl)
+    cases = {name: CASES[name] for name in options.only}
+    if options.draw:
+        seed, count = options.draw
+        rng = random.Random(seed)
+        cases = dict(draw_case(rng, number) for number in range(count))
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model")
         write_rows(Path(folder))
-        for name in options.only:
-            print(compare(name, Path(folder)), flush=True)
+        for name, keys in cases.items():
+            print(compare(name, keys, Path(folder)), flush=True)
+
+
+def draw_case(rng: random.Random, number: int) -> tuple[str, dict[str, Any]]:
+    """Draws a command's name with a number, and one to five keys of its file."""
+    command = rng.choice(("sft", "dpo"))
+    own = DRAWN[command]
+    names = rng.sample(sorted(own), rng.randint(1, 2)) + rng.sample(
+        sorted(DRAWN[""]), rng.randint(0, 3)
+    )
+    choices = DRAWN[""] | own
+    keys = {name: rng.choice(choices[name]) for name in names}
+    if any(name in keys for name in ("lora_r", "use_rslora", "lora_target_modules")):
+        keys = LORA | keys
+    rows = keys.get("per_device_train_batch_size", ROWS)
+    return f"{command}_{number}", keys | {"gradient_accumulation_steps": ROWS // rows}
 
 
 def write_model(folder: Path) -> None:
@@ -113,22 +181,30 @@ def write_rows(folder: Path) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
-def compare(name: str, folder: Path) -> str:
-    """Trains a case by both, and says whether they are equal."""
+def compare(name: str, keys: Mapping[str, Any], folder: Path) -> str:
+    """Trains a case by both, and says whether they are equal, or which of them stops."""
     command = name.partition("_")[0]
     path = folder / command / f"{name}.yaml"
     names = {"model_name_or_path": "model", "dataset_name": command, "output_dir": name}
     paths = {key: str(folder / value) for key, value in names.items()}
-    path.write_text(yaml.safe_dump(paths | yaml.safe_load(COMMON) | CASES[name]))
-    theirs = train_trl(command, path)
-    conversion = convert_file(path)
-    ours = train_ours(conversion.recipe, theirs.before)
-    apart = find_difference(theirs, ours)
-    pairs = zip(theirs.steps, ours.steps, strict=True)
+    path.write_text(yaml.safe_dump(paths | yaml.safe_load(COMMON) | dict(keys)))
+    title = name if name in CASES else f"{name} {json.dumps(keys)}"
+    try:
+        theirs = train_trl(command, path)
+    except Exception as error:  # whatever TRL makes of a combination of keys
+        return f"{title:24} TRL stops: {str(error).splitlines()[0][:100]}"
+    try:
+        conversion = convert_file(path)
+        ours = train_ours(conversion.recipe, theirs.before)
+    except finetune.UserError as error:
+        return f"{title:24} refused here: {str(error).splitlines()[0][:200]}"
+    pairs = zip(theirs.steps, ours.steps, strict=False)
     losses = " ".join(f"{step[0]:.5g}/{other[0]:.5g}" for step, other in pairs)
+    has_same_steps = len(theirs.steps) == len(ours.steps)
+    apart = find_difference(theirs, ours) if has_same_steps else float("inf")
     if apart < TOLERANCE:
-        return f"{name:24} equal   {apart:.1e}  losses {losses}"
-    line = f"{name:24} differs {apart:.1e}  losses {losses}"
+        return f"{title:24} equal   {apart:.1e}  losses {losses}"
+    line = f"{title:24} differs {apart:.1e}  losses {losses}"
     return "\n    ".join([line, *conversion.differences, *conversion.remarks])
 
 

@@ -173,7 +173,7 @@ COMING_FROM = """\
 - Another tool's key in a recipe is an error that names ours.
 
 Scripts of [Unsloth](from-unsloth.md) have a page of their own, and [compatibility](compatibility.md) says how many published files convert.
-`benchmarks/beside_trl.py` trains files by TRL and by the recipes that are made of them, and compares losses, gradient norms, rates and weights step by step.
+`benchmarks/beside_trl.py` trains files by TRL and by the recipes that are made of them, and compares losses, gradient norms, rates and weights step by step; with `--draw SEED COUNT` of keys drawn at random.
 
 The tables omit keys that are the same in both, nested there or not (`optimizer.weight_decay`), and keys that change nothing here: `finetune convert` drops these, and a recipe that has one is
 refused with the reason.

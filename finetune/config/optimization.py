@@ -66,6 +66,9 @@ class OptimizerFacts:
     reads_found_inf: bool = False  # whether torch's `found_inf` flag makes it skip its update
     reads_betas: bool = True  # whether it uses adam_beta1, adam_beta2 and adam_epsilon
     decouples_decay: bool = True  # whether it decays weights directly, not through the gradient
+    # of a fused kernel, which rounds a weight once a step: the optimizer that rounds it at each
+    # operation, and has the same update where no weight decays through its gradient
+    unfused: str | None = None
     # of the layers' matrices, which it updates by another rule; None: one rule for all parameters
     momentum: float | None = None
 
@@ -111,6 +114,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
     "adamw_torch_fused": OptimizerFacts(
         count_state=_count_adam,
         reads_found_inf=True,
+        unfused="adamw_torch",
         other_names=("adamw", "adamw_apex_fused", "paged_adamw_32bit"),
         # Transformer Engine's FusedAdam decays weights as AdamW does.
         converted=r"(.*\.)?(fusedadam|(?!.*[48]bit)[^.]*adamw[^.]*)",
@@ -123,6 +127,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         count_state=_count_adam,
         reads_found_inf=True,
         decouples_decay=False,
+        unfused="adamw_torch",
         converted=r"(.*\.)?adam",
     ),
     "adamw_bf16_moments": OptimizerFacts(

@@ -6,6 +6,7 @@
 import re
 
 from finetune.config.facts import read_family_source
+from finetune.config.optimization import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.schema import recipe_keys
 from finetune.constants import ALL_LINEAR, HEADS
 from finetune.convert.asked_layout import (
@@ -260,8 +261,11 @@ def keep_unfused_update(settings: ToolFile, conversion: Conversion) -> None:
     trains_in_16_bits = recipe.get("dtype") == "bfloat16" and not recipe.get("use_peft")
     if name not in UNFUSED or optimizer.get("fused") or not trains_in_16_bits:
         return
-    if recipe.get("optim") == "adamw_torch_fused" or not recipe.get("weight_decay"):
-        recipe["optim"] = "adamw_torch"
+    facts = OPTIMIZERS[recipe.get("optim", DEFAULT_OPTIMIZER)]
+    if facts.unfused is None:
+        return
+    if facts.decouples_decay or not recipe.get("weight_decay"):
+        recipe["optim"] = facts.unfused
     else:
         conversion.add_difference("optimizer.fused", optimizer.get("fused"), ROUNDED_EACH_TIME)
 

@@ -180,11 +180,20 @@ def convert_targets(value: Any) -> Any:
 def _match_layers(pattern: str) -> list[str]:
     """Lists the linear layers of a Llama whose dotted names match a shell pattern or a regular
     expression; empty if it is neither.
+
+    >>> _match_layers("*.q_proj"), _match_layers(".*q_proj")
+    (['q_proj'], ['q_proj'])
     """
+    expressions = [pattern]
+    if re.fullmatch(r"[\w.*]+", pattern):
+        expressions.insert(0, fnmatch.translate(pattern))
+    return next(filter(None, map(_match_expression, expressions)), [])
+
+
+def _match_expression(expression: str) -> list[str]:
+    """The same for a regular expression; empty if it is none."""
     try:
-        matcher = re.compile(
-            fnmatch.translate(pattern) if re.fullmatch(r"[\w.*]+", pattern) else pattern
-        )
+        matcher = re.compile(expression)
     except re.error:
         return []
     layers = []
