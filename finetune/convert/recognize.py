@@ -112,7 +112,13 @@ AUTOMODEL_MODELS = {
 }
 TRL_COMMANDS = ("sft", "dpo", "kto", "orpo", "grpo", *COMMANDED_METHODS)
 # other commands of TRL's -> cause
-TRL_CAUSES = {"cpo": "another loss (CPO)", "gkd": "distillation", "rloo": "online RL"}
+TRL_CAUSES = {
+    "cpo": "another loss (CPO)",
+    "distillation": "distillation",
+    "gkd": "distillation",
+    "rloo": "online RL",
+}
+NOT_TRAINERS = ("env", "vllm-serve")  # commands of TRL's that train nothing
 # keys of Megatron-SWIFT alone
 MEGATRON_KEYS = (
     "micro_batch_size",
@@ -396,7 +402,9 @@ def _find_trls_causes(settings: ToolFile) -> Iterator[Unsupported]:
     """Yields a command of TRL's that is not converted."""
     command = settings.get(COMMAND)
     is_other_loss = command == "cpo" and settings.get("loss_type") != "simpo"
-    if command not in (None, *TRL_COMMANDS) or is_other_loss:
+    if command in NOT_TRAINERS:
+        yield f"trl {command}", str(command), False
+    elif command not in (None, *TRL_COMMANDS) or is_other_loss:
         yield f"trl {command}", TRL_CAUSES.get(str(command), "another trainer of TRL's"), True
 
 

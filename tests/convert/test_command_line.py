@@ -149,6 +149,8 @@ def test_trl_names_the_method_on_its_command_line(method: str) -> None:
     ("command", "cause"),
     [
         ("trl prm --model_name_or_path a/b --dataset_name c/d", "another trainer of TRL's"),
+        ("trl distillation --model_name_or_path a/b --dataset_name c/d", "distillation"),
+        ("trl vllm-serve --model a/b", "vllm-serve, not a training recipe"),
         ("swift rlhf --rlhf_type grpo --model a/b --dataset c/d", "GRPO by ms-swift"),
         ("swift rlhf --rlhf_type rm --model a/b --dataset c/d", "reward model"),
         ("swift pt --model a/b --dataset c/d", "pretraining by ms-swift"),
