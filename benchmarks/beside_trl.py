@@ -216,7 +216,7 @@ def train_trl(command: str, path: Path) -> Trained:
     parser = import_module(f"trl.scripts.{command}").make_parser()
     script, arguments, model, _ = parser.parse_args_and_config(["--config", str(path)])
     rows = import_module("datasets").load_dataset(script.dataset_name)
-    arguments.model_init_kwargs = {"dtype": model.dtype}
+    arguments.model_init_kwargs = {"dtype": model.dtype} | (arguments.model_init_kwargs or {})
     trainer = getattr(trl, f"{command.upper()}Trainer")(
         model=model.model_name_or_path,
         args=arguments,

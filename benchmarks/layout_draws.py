@@ -34,8 +34,8 @@ SECONDS = 170  # that a run may take
 STEPS = 4
 RESUMED_FROM = 2
 ROUNDING = 2e-4  # relative; sums over ranks have another order
-# Metrics of speed; attempts; tokens, of which each rank has a prompt that completions share; and
-# ranks of scores, which rounding exchanges where scores are alike.
+# Metrics of speed; attempts; tokens, since each rank that has a group's completions counts their
+# prompt; and ranks of scores, which rounding exchanges where scores are alike.
 NOT_COMPARED = re.compile("second|memory|mfu|^start$|^tokens$|mrr@|ndcg@|recall@")
 WITHOUT_DROPOUT = dict.fromkeys(("attention_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)
 # What several ranks share -> where it is set: keys of the recipe, or dimensions of the mesh.

@@ -807,14 +807,16 @@ class Session:
             raise UserError(
                 "load: the gradients are those of the model that it replaces; call optim_step first"
             )
-        start = find_resume_checkpoint(self.recipe, self.folder, self.world, self.inputs)
+        checkpoint = find_resume_checkpoint(self.recipe, self.folder, self.world, self.inputs)
         loaded = self._loaded
         self._is_resumed = True
-        if start is not None:
+        if checkpoint is not None:
             with self.phases.timed("weights"), self.computing():
-                self.progress = load_checkpoint(start, loaded.model, loaded.optimizer, self.world)
+                self.progress = load_checkpoint(
+                    checkpoint, loaded.model, loaded.optimizer, self.world
+                )
             if loaded.objectives is not None:
-                loaded.objectives.training.resume(start, self.progress.step)
+                loaded.objectives.training.resume(checkpoint, self.progress.step)
             self._kept_step = self.progress.step
         return self.progress
 

@@ -247,7 +247,7 @@ ROUNDED_EACH_TIME = (
     "the weights are in bfloat16, and without the fused kernel each operation of an update rounds "
     "to it there; here an update is computed in float32 and rounded once"
 )
-UNFUSED = ("torch.optim.AdamW", "torch.optim.Adam")
+UNFUSED = re.compile(r"torch\.optim\.(\w+\.)?AdamW?")
 
 
 def keep_unfused_update(settings: ToolFile, conversion: Conversion) -> None:
@@ -259,7 +259,8 @@ def keep_unfused_update(settings: ToolFile, conversion: Conversion) -> None:
     optimizer = read_section(settings, "optimizer")
     name = optimizer.get("_target_") or optimizer.get("_component_")
     trains_in_16_bits = recipe.get("dtype") == "bfloat16" and not recipe.get("use_peft")
-    if name not in UNFUSED or optimizer.get("fused") or not trains_in_16_bits:
+    is_unfused = UNFUSED.fullmatch(str(name)) and not optimizer.get("fused")
+    if not is_unfused or not trains_in_16_bits:
         return
     facts = OPTIMIZERS[recipe.get("optim", DEFAULT_OPTIMIZER)]
     if facts.unfused is None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.facts import EXPERT_COUNTS, has_fused_experts
+from finetune.config.facts import EXPERT_COUNTS, count_experts, has_fused_experts
 from finetune.config.families import IMAGE_FAMILIES
 from finetune.config.quantization import LOAD_KEYS
 from finetune.constants import CONFIG_FILE
@@ -248,7 +248,7 @@ def _read_text_config(name: str) -> Mapping[str, Any]:
 
 
 def guess_family(name: str) -> str | None:
-    """Returns the model_type of the model `name`: of its config.json if it is local.
+    """Returns the model_type of the language model of `name`: by its config.json if it is local.
 
     Otherwise by `FAMILIES`; None if the name does not say it.
 
@@ -303,7 +303,8 @@ def is_mixture(name: str) -> bool:
     """
     config = _read_text_config(name)
     if config:
-        return any(config.get(key) for key in EXPERT_COUNTS)
+        # a list, as Ernie 4.5 VL's of text and images, counts as 0
+        return count_experts(config) > 0 or any(config.get(key) for key in EXPERT_COUNTS)
     return any(pattern.search(name.lower()) for pattern in (MIXTURE, MOE_MODEL))
 
 

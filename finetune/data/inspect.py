@@ -305,10 +305,10 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     for i, token_id in enumerate(example.input_ids.tolist()):
         token = {"id": token_id, "text": texts[i], "trained": trained[i]}
         tokens.append(token | {"image": True} if is_image[i] else token)
-    side = name_role_in_group(examples, example_id)
+    role = name_role_in_group(examples, example_id)
     content: dict[str, Any] = {"example": example_id, "where": examples.where(example_id)}
-    if side:
-        content["side"] = side
+    if role:
+        content["side"] = role
     if examples.trains_next_token(example_id):
         content["next_token_id"] = int(example.labels[-1])  # trained on too
     return content | {"tokens": tokens}
@@ -323,9 +323,9 @@ def format_example(
     """
     example = examples[example_id]
     trained = find_trained_tokens(examples, example_id)
-    side = name_role_in_group(examples, example_id)
+    role = name_role_in_group(examples, example_id)
     head = printable(
-        f"example {example_id}{f' ({side})' if side else ''}, {examples.where(example_id)}: "
+        f"example {example_id}{f' ({role})' if role else ''}, {examples.where(example_id)}: "
         f"{counted(len(trained), 'token')}, {_describe_trained(examples, example_id)}"
     )
     yield f"\033[1m{head}{RESET}" if color else head

@@ -700,6 +700,7 @@ def _describe_attention(spec: RunSpec) -> str:
         attention = "transformers' own, over a mask of all pairs of tokens"
     elif attends_in_blocks(architecture, computation) and not sees_both_ways:
         attention = "flex_attention"
+    # what is copied are the outputs of the documents
     elif copies_attention_output(architecture, computation) or needs_masks(
         architecture, computation
     ):

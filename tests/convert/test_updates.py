@@ -25,6 +25,7 @@ PEFT = {"peft": {"_target_": "nemo_automodel.components._peft.lora.PeftConfig"}}
     [
         (BF16 | {"optimizer": ADAMW}, "adamw_torch"),
         (BF16 | {"optimizer": ADAM}, "adamw_torch"),
+        (BF16 | {"optimizer": ADAMW | {"_target_": "torch.optim.adamw.AdamW"}}, "adamw_torch"),
         (BF16 | {"optimizer": ADAM | {"weight_decay": 0.1}}, "adam"),
         (BF16 | {"optimizer": ADAMW | {"fused": True}}, "adamw_torch_fused"),
         (BF16 | {"optimizer": ADAMW} | PEFT, "adamw_torch_fused"),

@@ -680,6 +680,12 @@ def test_a_local_model_is_of_the_family_that_its_config_says(
     assert is_mixture(str(folder)) == is_balanced
 
 
+def test_experts_in_a_section_of_a_local_config_are_found(tmp_path: Path) -> None:
+    for experts in ({"ffn_config": {"moe_num_experts": 4}}, {"moe_num_experts": [64, 64]}):
+        (tmp_path / "config.json").write_text(json.dumps(experts))
+        assert is_mixture(str(tmp_path))
+
+
 @pytest.mark.parametrize("key", ["activation_checkpointing", "gradient_checkpointing"])
 def test_trainers_newer_name_of_checkpointing_is_read(key: str, convert: Convert) -> None:
     for value, layout in ((True, "ddp_checkpointing"), (False, "ddp")):
