@@ -22,6 +22,7 @@ from tests.warm_processes import WARM_LAUNCH, WarmProcess
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0  # after one rank has failed, before the others are killed
 PORTS_AFTER = 64
+FIRST_PORT, WORKERS, PORTS_OF_WORKER = 15_000, 8, 1_875
 USER_ERROR_SECONDS = 0.5  # the same where it ended with a user's error, which it alone reports
 
 
@@ -212,10 +213,12 @@ def free_port() -> int:
     """A TCP port of loopback that was free a moment ago, as were the PORTS_AFTER it: each world that ranks join takes the next.
 
     Below those that the system gives to outgoing connections: gloo opens many of these, and one of them would take the port
-    before a store listens there.
+    before a store listens there. Each worker of pytest-xdist has ports of its own: another would take them in the same moment.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % WORKERS
+    first = FIRST_PORT + worker * PORTS_OF_WORKER
     while True:
-        port = random.SystemRandom().randrange(15_000, 30_000)
+        port = random.SystemRandom().randrange(first, first + PORTS_OF_WORKER - PORTS_AFTER)
         with ExitStack() as stack, suppress(OSError):
             for each in range(port, port + 1 + PORTS_AFTER):
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", each))
