@@ -1,5 +1,7 @@
 """Run on every rank: saves a tiny model on trial in a layout, and resumes it; prints what either allocates on rank 0.
 
+gloo lets go of a finished collective's tensors a moment late, now and then: of several trial saves the smallest counts.
+
 Arguments: the model's folder, and the layout.
 """
 
@@ -27,11 +29,14 @@ if __name__ == "__main__":
     model, optimizer = build(folder, lora=False, world=world)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     with Saver(run, model, optimizer, world, recipe, tokenizer) as saver:
-        saved = allocated_peak(lambda: saver.check_save(1))
+        trials = []
+        for _ in range(8):
+            trials.append(allocated_peak(lambda: saver.check_save(1)))
+            optimizer.optimizer.state.clear()
         train_step(0, model, optimizer, world, saver)
         saver.save(Progress(step=1))
     optimizer.optimizer.state.clear()
     resumed = allocated_peak(lambda: load_checkpoint(step_folder(run, 1), model, optimizer, world))
     if world.is_main:
-        print("save", saved, "resume", resumed)
+        print("save", min(trials), "resume", resumed)
     leave(world)
