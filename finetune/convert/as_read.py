@@ -324,7 +324,8 @@ WORDS: Mapping[Tool, Mapping[str, Any]] = {
     },
     "Axolotl": {"true": True, "false": False},
 }
-AS_TEXT = ("report_to", "eos_token", "pad_token")  # keys whose values TRL leaves as they are
+# keys whose values TRL leaves as they are
+AS_TEXT = ("report_to", "eos_token", "pad_token", "scale_rewards")
 
 
 def _read_word(tool: Tool, key: str, value: Any) -> Any:

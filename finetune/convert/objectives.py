@@ -224,6 +224,12 @@ DROPOUT_ONLINE = (
     "completions are sampled without it"
 )
 TRL_DROPOUT = 0.05  # default of lora_dropout
+TRL_EPSILON = 0.2  # default of epsilon, which is that of epsilon_high too
+LARGEST_RATIO = 5.0  # the epsilon_high of CISPO that TRL's documentation recommends
+MEAN_OF_GENERATION = (
+    "loss_type: {}   (the sum over a step's tokens is divided by the mean of all steps that share "
+    "a generation there, by the step's own number of tokens here)"
+)
 # names of rewards that TRL's command knows -> ours
 REWARDS = {
     "think_format_reward": "think_format",
@@ -1021,12 +1027,30 @@ def _set_policy_loss(settings: ToolFile, conversion: Conversion) -> None:
         conversion.remarks.append(f"loss_type: bnpo   ({LOCAL_MEAN})")
     elif loss:
         recipe["loss_type"] = loss
+    if loss == "cispo":
+        _set_largest_ratio(settings, conversion)
     scale = settings.get("scale_rewards", "group")
     if isinstance(scale, bool):
         scale = "group" if scale else "none"
     if not isinstance(scale, str):
         raise WrongValue.of_key("scale_rewards", scale, "one of group, batch and none", "group")
     recipe["scale_rewards"] = scale
+
+
+def _set_largest_ratio(settings: ToolFile, conversion: Conversion) -> None:
+    """Sets the largest ratio of CISPO; one below 1, which our reader refuses, is reported."""
+    recipe = conversion.recipe
+    recipe.pop("epsilon", None)
+    largest = settings.get("epsilon_high")
+    if largest is None:
+        largest = settings.get("epsilon", TRL_EPSILON)
+    if read_number("epsilon_high", largest, str(LARGEST_RATIO)) < 1:
+        recipe["epsilon_high"] = LARGEST_RATIO
+        note = (
+            f"the weight of nearly every token there, for a ratio is near 1; up to {LARGEST_RATIO} "
+            "here"
+        )
+        conversion.add_difference("epsilon_high", largest, note)
 
 
 def _set_lengths(settings: ToolFile, conversion: Conversion) -> None:
@@ -1073,6 +1097,9 @@ def _set_sampled_batch(settings: ToolFile, conversion: Conversion) -> None:
     batches_per_generation = batches_per_generation or generated // completions
     if batches_per_generation > micro_batches:
         recipe["steps_per_generation"] = batches_per_generation // micro_batches
+        loss = settings.get("loss_type", "dapo")
+        if loss in ("dapo", "cispo"):
+            conversion.remarks.append(MEAN_OF_GENERATION.format(loss))
 
 
 def _read_count(settings: ToolFile, key: str, default: int) -> int:
@@ -1118,8 +1145,8 @@ def _add_rewards(names: Any, conversion: Conversion) -> None:
     names = [names] if isinstance(names, str) else names
     rewards = [_name_reward(name, conversion) for name in names]
     if "soft_overlong_punishment" in rewards:
-        conversion.recipe["soft_punish_cache"] = TRL_PUNISHMENT["soft_punish_cache"]
         longest = conversion.recipe["max_completion_length"]
+        conversion.recipe["soft_punish_cache"] = min(TRL_PUNISHMENT["soft_punish_cache"], longest)
         if longest != TRL_PUNISHMENT["max_completion_length"]:
             note = (
                 f"up to 1280 tokens there, whatever max_completion_length is; up to {longest} here"

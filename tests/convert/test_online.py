@@ -35,6 +35,7 @@ def convert(text: str, tmp_path: Path) -> Conversion:
         ("scale_rewards: false\nloss_type: dr_grpo\n", {"scale_rewards": "none", "loss_type": "dr_grpo"}),
         ("scale_rewards: batch\nnum_iterations: 3\nbeta: 0.04\n", {"scale_rewards": "batch", "num_iterations": 3, "beta": 0.04}),
         ("epsilon_high: 5.0\nloss_type: cispo\ntemperature: 0.7\n", {"epsilon_high": 5.0, "loss_type": "cispo", "temperature": 0.7}),
+        ("scale_rewards: none\nchat_template_kwargs: {enable_thinking: false}\n", {"scale_rewards": "none", "datasets": [{"path": "a/prompts", "chat_template_kwargs": {"enable_thinking": False}}]}),
         ("loss_type: bnpo\nmask_truncated_completions: true\n", {"loss_type": "dapo", "mask_truncated_completions": True}),
         ("top_p: 1.0\ntop_k: -1\nrepetition_penalty: 1.0\nuse_vllm: true\nvllm_importance_sampling_cap: 2.0\n", {"method": "grpo"}),
         ("reward_weights: [2.0]\nuse_peft: true\nlora_dropout: 0.1\ndisable_dropout: true\n", {"reward_weights": [2.0], "lora_dropout": 0.0}),
@@ -44,6 +45,28 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
     found = convert(TRL + text, tmp_path)
     assert expected.items() <= found.recipe.items()
     assert not found.differences and not found.to_do and found.recipe.get("packing", True)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "theirs"), [("", "0.2"), ("epsilon: 0.1\n", "0.1"), ("epsilon_high: 0.28\n", "0.28")]
+)
+def test_a_bound_of_ratios_below_1_is_listed(bounds: str, theirs: str, tmp_path: Path) -> None:
+    found = convert(TRL + "loss_type: cispo\n" + bounds, tmp_path)
+    assert found.recipe["epsilon_high"] == 5.0 and "epsilon" not in found.recipe
+    assert found.differences[0].startswith(f"epsilon_high: {theirs} ")
+
+
+def test_a_punishment_is_no_longer_than_a_completion(tmp_path: Path) -> None:
+    text = TRL.replace("think_format_reward", "get_soft_overlong_punishment")
+    found = convert(text + "max_completion_length: 64\n", tmp_path)
+    assert found.recipe["soft_punish_cache"] == 64
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo", "grpo"])
+def test_a_sum_over_a_generations_mean_is_a_remark(loss: str, tmp_path: Path) -> None:
+    found = convert(TRL + f"loss_type: {loss}\nsteps_per_generation: 4\n", tmp_path)
+    is_said = any("all steps that share" in line for line in found.remarks)
+    assert is_said == (loss != "grpo")
 
 
 def test_what_is_done_otherwise_is_listed(tmp_path: Path) -> None:
@@ -157,9 +180,8 @@ def test_every_key_of_trls_own_trainer_is_known() -> None:
     known = {
         pair.key for pair in list_counterparts("TRL") + list_counterparts(GRPO)
     } | recipe_keys().keys()
-    listed = {"chat_template_kwargs", "model_init_kwargs"}  # as not known here
-    own = config.GRPOConfig.__annotations__.keys()
-    assert own - known == listed
+    nested = {"model_init_kwargs"}  # whose keys have rows of their own
+    assert config.GRPOConfig.__annotations__.keys() - known == nested
 
 
 @pytest.mark.slow
