@@ -13,6 +13,14 @@ from finetune.convert.value_conversion import Conversion
 
 # columns that are read beside one of messages, there and here
 BESIDE_MESSAGES = ("chat_template_kwargs", "tools")
+# maybe_insert_system_message and decontaminate_humaneval of alignment-handbook before its TRL 0.14
+EMPTY_SYSTEM = (
+    "an empty system message begins a conversation without one there, by default and where the "
+    "chat template names that role; none here"
+)
+DECONTAMINATED = (
+    "dataset_mixer: rows whose answer holds a problem of HumanEval are left out there under dpo"
+)
 ROWS_DRAWN = "a share that no slice names exactly: drawn by the seed here, the first rows there"
 
 
@@ -43,6 +51,10 @@ def read_mixer(settings: ToolFile, conversion: Conversion) -> tuple[Sources, Sou
             if share > 0 and "test" in split:
                 held_out += make_sources([path], name=config, split=split)
     weighted = [f"{entry['path']}: {entry['weight']}" for entry in train if "weight" in entry]
+    if settings.get("auto_insert_empty_system_msg", True):
+        conversion.add_difference("auto_insert_empty_system_msg", True, EMPTY_SYSTEM)
+    if conversion.recipe.get("method") == "dpo":
+        conversion.remarks.append(DECONTAMINATED)
     if weighted:
         conversion.remarks.append(f"dataset_mixer: {', '.join(weighted)}   ({ROWS_DRAWN})")
     return train, held_out

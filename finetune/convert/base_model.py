@@ -42,6 +42,11 @@ INPUTS_IN_4_BITS = (
 EXPERTS_DEQUANTIZED = (
     "the experts are in 4 bits there too, and dequantized here as they are read: 16 bits a number"
 )
+ADAPTER_NAME = re.compile(r"(^|[-_/])q?lora$")
+NAMED_AS_ADAPTER = (
+    "model_name_or_path: {}   (its name is an adapter's; if it is one, download it, merge it by "
+    "`finetune export`, and name the folder of that)"
+)
 CHATML = "<|im_end|>"
 CHATML_ADDED = (
     "chat_template: its tokens are added here, and <|im_end|> is the EOS token, as in older "
@@ -88,6 +93,8 @@ def adapt_model(settings: ToolFile, conversion: Conversion) -> None:
     for pattern, note in ((FP8_MODEL, KEPT_IN_FP8), (MAYBE_FP8_MODEL, MAYBE_KEPT_IN_FP8)):
         if pattern.search(name) and not dequantizes_fp8:
             conversion.add_difference("model", name_model(settings), note)
+    if ADAPTER_NAME.search(name):
+        conversion.to_do.append(NAMED_AS_ADAPTER.format(name_model(settings)))
     if PACKED_MODEL.search(name):
         by_autoawq = conversion.tool in ("LLaMA-Factory", "ms-swift") and "awq" in name
         note = DEQUANTIZED_AWQ if by_autoawq else DEQUANTIZED

@@ -674,7 +674,8 @@ def report_scored_ends(settings: ToolFile, conversion: Conversion) -> None:
     rows = find_method_facts(conversion.recipe).rows
     if rows not in ("pairs", "ratings"):
         return
-    if conversion.tool == "TRL" and rows == "pairs":
+    # alignment-handbook's dataset_mixer scores the last message alone, as is done here
+    if conversion.tool == "TRL" and rows == "pairs" and "dataset_mixer" not in settings:
         conversion.remarks.append(SCORED_QUESTION)
     method = conversion.recipe.get("method")
     is_axolotl = conversion.tool == "Axolotl"

@@ -919,7 +919,7 @@ def _read_trl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple
         test_split = {"split": settings.get("dataset_test_split", "test")}
         held_out = [keys | test_split for keys in train[:1]]  # none if nothing is trained on
     variables = read_section(settings, "chat_template_kwargs")
-    if variables and conversion.recipe["method"] == "grpo":
+    if variables and conversion.recipe.get("method") == "grpo":
         for keys in train + held_out:
             keys["chat_template_kwargs"] = variables
     return train, held_out

@@ -1298,6 +1298,17 @@ def test_a_list_of_torchtunes_data_sets_is_packed(converted: Convert) -> None:
         assert ours.get("packing", True) is packed and "packed: " not in said
 
 
+@pytest.mark.parametrize(
+    ("name", "is_adapters"),
+    [("org/m-7b-sft-qlora", True), ("org/lora", True), ("org/flora", False)],
+)
+def test_a_model_that_is_named_as_an_adapter_is_to_be_merged(
+    converted: Convert, name: str, is_adapters: bool
+) -> None:
+    said = converted(f"model_name_or_path: {name}\ndataset_name: org/rows\nbeta: 0.1\n")[1]
+    assert ("its name is an adapter's" in said) == is_adapters
+
+
 def test_shares_of_a_mixer_are_kept_exactly(converted: Convert, tmp_path: Path) -> None:
     mixer = "dataset_mixer: {a/b: 0.125, a/c: 0.004, a/d: '0.5', a/e: 0.29, a/f: 0, a/g: 1}\n"
     ours, said, _ = converted("model_name_or_path: org/model\n" + mixer)
@@ -1309,6 +1320,13 @@ def test_shares_of_a_mixer_are_kept_exactly(converted: Convert, tmp_path: Path) 
         {"path": "a/g", "split": "train"},
     ]
     assert "dataset_mixer: a/b: 0.125, a/c: 0.004   (a share that no slice names exactly" in said
+    assert "an empty system message" in said
+    assert (
+        "an empty system"
+        not in converted(
+            "model_name_or_path: org/model\nauto_insert_empty_system_msg: false\n" + mixer
+        )[1]
+    )
     for wrong in (
         "dataset_mixer: {a/b: half}\n",
         "dataset_mixer: {a/b: 1}\ndataset_configs: [x, y]\n",
