@@ -37,6 +37,11 @@ ENDS_OF_LLAMA = (
     "stage: pt   (a text ends with <|end_of_text|> there, and <|eot_id|> is saved as the EOS "
     "token; here both are the tokenizer's EOS token)"
 )
+# DataCollatorForLanguageModeling of transformers gives padding no label, by its id
+END_AS_PADDING = (
+    "stage: pt   (the EOS token that ends a text has no label there where it is the padding token, "
+    "as it is for a tokenizer without one of its own; here it is trained)"
+)
 # (pattern of the start of a template's name, the EOS token that it sets): the templates with
 # replace_eos in data/template.py
 REPLACED_EOS = (
@@ -206,6 +211,8 @@ def _name_eos(settings: ToolFile, conversion: Conversion) -> None:
     if settings.get("stage") == "pt" and template == "llama3":
         conversion.remarks.append(ENDS_OF_LLAMA)
         return
+    if settings.get("stage") == "pt":
+        conversion.remarks.append(END_AS_PADDING)
     eos = next((token for pattern, token in REPLACED_EOS if re.match(pattern, template)), None)
     name = name_model(settings).lower()
     is_tokenizers = any(token == eos and re.search(pattern, name) for pattern, token in ENDS_AS_EOS)

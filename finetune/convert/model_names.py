@@ -236,6 +236,18 @@ FEW_BITS_KEYS = (*LOAD_KEYS, "quantization_bit")  # each asks for a quantized ba
 MOE_KEYS = ("dsv4_fp4_grouped_mode", "use_moe")
 
 
+# model (a pattern) -> its number of decoder layers
+DEPTHS = {
+    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32,
+    r"llama-?2-13b": 40,
+    r"llama-?3\S*70b|llama-?2-70b": 80,
+    r"llama-?3\.2-1b": 16,
+    r"llama-?3\.2-3b": 28,
+    r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
+    r"qwen3-(4|8)b": 36,
+}
+
+
 def _read_local_config(name: str) -> Mapping[str, Any]:
     """Reads config.json of the local model `name`; empty if `name` is no folder with one."""
     return read_json_object(Path(name).expanduser() / CONFIG_FILE) if name else {}
@@ -260,6 +272,20 @@ def guess_family(name: str) -> str | None:
         return str(local_family)
     lower = name.lower()
     return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
+
+
+def guess_depth(name: str) -> int | None:
+    """Returns the number of decoder layers of the model `name`, by its local config.json or its
+    name; None if the name does not say it.
+
+    >>> guess_depth("meta-llama/Llama-3.2-1B"), guess_depth("org/ours")
+    (16, None)
+    """
+    depth = _read_text_config(name).get("num_hidden_layers")
+    if depth is not None:
+        return int(depth)
+    lower = name.lower()
+    return next((depth for pattern, depth in DEPTHS.items() if re.search(pattern, lower)), None)
 
 
 def has_tower(name: str) -> bool:

@@ -16,7 +16,13 @@ from finetune.constants import ALL_LINEAR
 from finetune.convert.counterparts import ToolFile
 from finetune.convert.defaults import LORA_DEFAULTS
 from finetune.convert.image_models import adapt_fusion, report_unread_parts
-from finetune.convert.model_names import guess_family, guess_vision_family, is_mixture, name_model
+from finetune.convert.model_names import (
+    guess_depth,
+    guess_family,
+    guess_vision_family,
+    is_mixture,
+    name_model,
+)
 from finetune.convert.shared import MLP_LAYERS
 from finetune.convert.value_conversion import LINEAR_LAYERS, Conversion, convert_names, read_section
 
@@ -236,16 +242,6 @@ def _name_automodel_layers(
 
 # a pattern of the whole language model
 ALL_OF_TEXT = r"language_model(\.model)?(\.\*|\.\.\*)?$"
-# model (a pattern) -> its number of decoder layers
-LAYERS = {
-    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32,
-    r"llama-?2-13b": 40,
-    r"llama-?3\S*70b|llama-?2-70b": 80,
-    r"llama-?3\.2-1b": 16,
-    r"llama-?3\.2-3b": 28,
-    r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28,
-    r"qwen3-(4|8)b": 36,
-}
 # freeze_layers_except of Axolotl matches the start of names. Its train.py calls it once the
 # adapters are in place, when names start with base_model.
 ADAPTERS_FROZEN = (
@@ -392,8 +388,7 @@ def _train_layers(settings: ToolFile, conversion: Conversion) -> None:
     If the model's number of layers is not known, naming the last ones is left to do.
     """
     count = settings.get("freeze_trainable_layers", 2)
-    name = str(settings.get("model_name_or_path")).lower()
-    depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
+    depth = guess_depth(str(settings.get("model_name_or_path")))
     if isinstance(count, int) and count <= 0:
         numbers = range(-count)
     elif isinstance(count, int) and depth is not None:

@@ -1653,6 +1653,13 @@ def test_the_end_of_a_turn_that_axolotl_leaves_untrained_is_listed(
     assert ("the EOS token alone ends a trained turn there" in said) == is_untrained
 
 
+def test_the_last_layers_of_a_local_model_are_named(converted: Convert, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    text = re.sub("model_name_or_path: .*", f"model_name_or_path: {tmp_path}", FREEZE)
+    assert converted(text)[0]["trainable_modules"] == ["layers.(3|4)"]
+
+
 def test_long_rows_and_joined_documents_of_llama_factory_are_named(converted: Convert) -> None:
     """data/processor/processor_utils.py, infer_seqlen; processor/pretrain.py: texts are concatenated, and cut into blocks."""
     assert "its prompt and its answer are both cut there" in converted(LLAMA_FACTORY)[1]

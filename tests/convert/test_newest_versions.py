@@ -69,6 +69,7 @@ from finetune.convert.datasets import DRAWN_BY_WEIGHTS, OF_CHATS, OF_OPENAI, STA
 from finetune.convert.defaults import BUILDERS_LIMIT_NOTE
 from finetune.convert.factory import (
     BRIDGES_ROWS,
+    END_AS_PADDING,
     ENDS_OF_LLAMA,
     FEWER_ROWS,
     FP8_UNDER_4,
@@ -1469,5 +1470,6 @@ def test_a_template_of_llama_factorys_ends_texts_and_writes_no_turns_of_them(
     keys = {"model_name_or_path": "Qwen/Qwen3-8B", "template": template, "stage": stage}
     made = convert(FACTORY, **keys)
     assert (ENDS_OF_LLAMA in made.remarks) == (template == "llama3")
+    assert (END_AS_PADDING in made.remarks) == (stage == "pt" and template != "llama3")
     assert ("chat_template" in made.recipe) == (stage == "sft")
     assert (BREAK_TRAINED in said(made)) == (stage == "sft")
