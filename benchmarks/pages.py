@@ -163,11 +163,12 @@ COMING_FROM = """\
 
 - The recipe has their values, and their tool's defaults where ours differ. Every difference is a line in it.
 - The rules of a run judge it, for the model's family. What they would refuse is changed, with a line. A file of another method is refused by name.
-- Three things have no line. Each tool draws its own random order. On several GPUs Transformers' `Trainer` fills an epoch's last batch with rows
+- Four things have no line. Each tool draws its own random order. On several GPUs Transformers' `Trainer` fills an epoch's last batch with rows
   from its beginning (Accelerate's `even_batches`), and torchtune and Automodel's recipe for images the rows of each GPU (torch's `DistributedSampler`);
   here the last step has what remains, and no row twice. On one GPU that batch is short there too, but under preferences and rewards its mean counts as
   much as a full one's in the last step; here each pair counts alike. Of a share of held-out rows TRL, Axolotl and LLaMA-Factory round the number up, ms-swift down for
-  each data set; here it is the nearest, so that one row more or one fewer may be held out.
+  each data set; here it is the nearest, so that one row more or one fewer may be held out. Trainer of Transformers 5.2 to 5.5.3 divides gradients by
+  `gradient_accumulation_steps` twice, so that their norm there is that fraction of the norm here, and is clipped later.
 - Sharding, `mixed_precision`, `fsdp_activation_checkpointing`, `parallelism_config_tp_size` and `parallelism_config_cp_size` stand in the Accelerate file
   that `accelerate_config` names ([layouts](layouts.md)). Where no shipped one computes as theirs (fp16, FP8, tensor parallelism), one is written beside the recipe.
 - Another tool's key in a recipe is an error that names ours.
