@@ -212,6 +212,7 @@ def _loss_chunk_bytes(spec: RunSpec, tokens: int) -> int:
         spec.computation,
         trains_head=_head_gradient(spec) > 0,
         logit_copies=_count_logit_copies(spec.architecture, divides_logits=divides_logits),
+        weighs_tokens=spec.recipe.optimization.token_loss != "cross_entropy",
     )
 
 
@@ -275,6 +276,7 @@ def loss_chunk_bytes(
     *,
     trains_head: bool,
     logit_copies: int = 0,
+    weighs_tokens: bool = False,
 ) -> int:
     """Bytes of cross entropy over one chunk of logits.
 
@@ -283,6 +285,8 @@ def loss_chunk_bytes(
     scores, their gradient, and the tanh of a cap.
 
     `logit_copies`: the number of the tensors that turn scores into logits; 0 if they are the same.
+    `weighs_tokens`: whether each token has a weight of its own. A CPU multiplies a gradient below
+    fp32 by it in fp32: two copies, beside the scores and their gradient.
     """
     most_tokens = loss_chunk_tokens(vocabulary, computation.device, trains_head=trains_head)
     chunk = _balance_chunk(tokens, most_tokens)
@@ -297,7 +301,10 @@ def loss_chunk_bytes(
         cast = FP32  # of the logits, before their softmax
     else:
         cast = computation.itemsize  # of the gradient, which takes the log-probabilities' memory
-    return chunk * vocabulary * (computation.itemsize + FP32 + cast)
+    element = computation.itemsize + FP32 + cast
+    if weighs_tokens and computation.cpu and computation.itemsize != FP32:
+        element = max(element, 2 * computation.itemsize + 2 * FP32)
+    return chunk * vocabulary * element
 
 
 def _head_product_bytes(spec: RunSpec, positions: int) -> int:

@@ -14,6 +14,7 @@ from finetune.models.experts import set_experts_implementation
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.gating import install_gating
 from finetune.models.lora import add_adapters
+from finetune.models.loss_chunks import TokenWeights
 from finetune.plan.peaks import plan_phases
 from tests.plan.run_specs import make_spec
 from tests.plan.traced import allocated_peak
@@ -42,6 +43,7 @@ def planned_share(
     rows: int = 1,
     evaluates: bool = False,
     dtype: Any = "float32",
+    token_loss: Any = "cross_entropy",
 ) -> float:
     """The planned bytes of a forward and backward of one row, over those that torch allocates.
 
@@ -56,7 +58,8 @@ def planned_share(
     )
     set_experts_implementation(model, "eager")  # which a run chooses on a CPU
     install_attention(model, attention)
-    install_loss(model)
+    weights = None if token_loss == "cross_entropy" else TokenWeights(token_loss)
+    install_loss(model, token_weights=weights)
     install_gating(model)
     if lora is not None:
         add_adapters(model, lora, torch.bfloat16 if autocast else torch.float32)
@@ -94,7 +97,7 @@ def planned_share(
         spec.recipe,
         model=replace(spec.recipe.model, attn_implementation=attention, dtype=dtype),
         lora=lora or Lora(),
-        optimization=Optimization(optim="sgd"),
+        optimization=Optimization(optim="sgd", token_loss=token_loss),
     )
     phases = plan_phases(replace(spec, recipe=recipe, device="cpu"))
     name = "evaluation" if evaluates else "steady step"

@@ -593,6 +593,15 @@ def test_the_scores_and_masks_of_an_evaluation_are_planned(family: str, mlp_widt
     assert 1 <= planned_share(config, attention="eager", evaluates=True) < 1.2
 
 
+@pytest.mark.parametrize("token_loss", ["dft", "eaft"])
+def test_a_cpu_copies_the_gradients_that_it_weighs(token_loss: str) -> None:
+    """In bf16: to fp32, and the product back."""
+    config = SMALL | {"vocab_size": 16384, "num_hidden_layers": 1}
+    lora = Lora(use_peft=True)
+    share = planned_share(config, lora=lora, autocast=True, token_loss=token_loss)
+    assert 1 <= share < 1.1
+
+
 @pytest.mark.parametrize("family", ["llama", "apertus"])
 def test_the_backward_of_the_final_norm_is_planned(family: str) -> None:
     """It computes in fp32 while nothing of the layers is freed, whose MLPs are narrow here."""
