@@ -51,13 +51,18 @@ def read_mixer(settings: ToolFile, conversion: Conversion) -> tuple[Sources, Sou
             if share > 0 and "test" in split:
                 held_out += make_sources([path], name=config, split=split)
     weighted = [f"{entry['path']}: {entry['weight']}" for entry in train if "weight" in entry]
+    if weighted:
+        conversion.remarks.append(f"dataset_mixer: {', '.join(weighted)}   ({ROWS_DRAWN})")
+    _report_changed_rows(settings, conversion)
+    return train, held_out
+
+
+def _report_changed_rows(settings: ToolFile, conversion: Conversion) -> None:
+    """Reports the rows that the scripts which read `dataset_mixer` change or leave out."""
     if settings.get("auto_insert_empty_system_msg", True):
         conversion.add_difference("auto_insert_empty_system_msg", True, EMPTY_SYSTEM)
     if conversion.recipe.get("method") == "dpo":
         conversion.remarks.append(DECONTAMINATED)
-    if weighted:
-        conversion.remarks.append(f"dataset_mixer: {', '.join(weighted)}   ({ROWS_DRAWN})")
-    return train, held_out
 
 
 def _select_share(split: str, share: float) -> dict[str, Any]:

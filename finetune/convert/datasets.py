@@ -918,11 +918,16 @@ def _read_trl(settings: ToolFile, source: Path, conversion: Conversion) -> tuple
     if str(strategy) != "no" and not held_out and "eval_split_size" not in conversion.recipe:
         test_split = {"split": settings.get("dataset_test_split", "test")}
         held_out = [keys | test_split for keys in train[:1]]  # none if nothing is trained on
+    _add_template_variables(settings, train + held_out, conversion)
+    return train, held_out
+
+
+def _add_template_variables(settings: ToolFile, sources: Sources, conversion: Conversion) -> None:
+    """Adds what TRL's GRPO gives to the chat template; its other trainers do not read the key."""
     variables = read_section(settings, "chat_template_kwargs")
     if variables and conversion.recipe.get("method") == "grpo":
-        for keys in train + held_out:
+        for keys in sources:
             keys["chat_template_kwargs"] = variables
-    return train, held_out
 
 
 def _make_trl_entry(settings: ToolFile) -> DataSetEntry:
